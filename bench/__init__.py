@@ -1,0 +1,1 @@
+"""What a measurement is, and how it is made (measured) or predicted (simulated)."""

@@ -1,0 +1,287 @@
+"""RunSpec: one point of a sweep, fully resolved, with its identity and the command line that reproduces it.
+
+No torch. Hydra's override grammar is used inside :func:`from_overrides`, so that ``KEY=VALUE`` means the same in
+``python -m bench`` and in ``python -m sweeps``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from trainer_core import rules
+from trainer_core.config import MODELS, ConfigError, Problem, TrainConfig, from_dict, resolve
+
+ROOT = Path(__file__).resolve().parent.parent
+HARDWARE_DIR = Path(__file__).resolve().parent / "hardware"
+PUBLISHED_DIR = Path(__file__).resolve().parent / "published"
+
+Engine = Literal["measure", "simulate", "torchtitan"]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run is supervised and measured.
+
+    ``repeats`` are windows of one process (``repeat_as=window``, for throughput) or whole runs in folders of their
+    own (``repeat_as=run``, for losses). ``hang_s``: no rank made progress for so long. ``memory_limit_gib``: of all
+    ranks together, resident. ``profile``: a torch.profiler trace of the last steps.
+    """
+
+    repeats: int = 5
+    repeat_as: Literal["window", "run"] = "window"
+    hang_s: float = 180.0
+    wall_s: float = 3600.0
+    memory_limit_gib: float | None = None
+    profile: Literal["off", "on"] = "off"
+
+
+@dataclass(frozen=True)
+class HardwareRef:
+    """The device (a file of bench/hardware) and what a site changes of it; null keeps the file's value."""
+
+    device: str = "cpu"
+    gpus_per_node: int | None = None
+    internode_gbps: float | None = None
+    oversubscription: float | None = None
+
+
+@dataclass(frozen=True)
+class ProgramConfig:
+    """What an older or other training program did differently; only the simulator reads it.
+
+    Each is a recorded fact or assumption of a published row, never of a device. ``current`` behaviour is the default.
+    """
+
+    kv_expanded: bool = False
+    cp_rotation: Literal["own", "allgather", "alltoall"] = "own"
+    cp_dkv_fp32: bool = False
+    stage_outputs_kept: bool = False
+    root_resharded: bool = True
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One point: what is trained, on what, by which engine. Always resolved: no -1, no interpolation, no secret."""
+
+    config: TrainConfig = field(default_factory=TrainConfig)
+    run: RunOptions = field(default_factory=RunOptions)
+    hardware: HardwareRef = field(default_factory=HardwareRef)
+    program: ProgramConfig = field(default_factory=ProgramConfig)
+    engine: Engine = "measure"
+    published: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested data; the training sections lie at the top, beside run, hardware, program, engine, published."""
+        data = dataclasses.asdict(self)
+        return {**data.pop("config"), **data}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RunSpec:
+        """The inverse of :meth:`to_dict`, resolved. Raises ConfigError with every unknown key and bad value."""
+        sections = [f.name for f in fields(TrainConfig)]
+        own = {k: v for k, v in data.items() if k not in sections}
+        problems: list[Problem] = []
+        parts: dict[str, Any] = {}
+        for kind, part in ((TrainConfig, {k: v for k, v in data.items() if k in sections}), (_Own, own)):
+            try:
+                parts[kind.__name__] = from_dict(kind, part)
+            except ConfigError as error:
+                problems += error.problems
+        if problems:
+            raise ConfigError([_with_all_sections(p, sections) for p in problems])
+        rest = parts["_Own"]
+        if rest.run.repeats < 1:
+            raise ConfigError([Problem("run.repeats", rest.run.repeats, f"run.repeats={rest.run.repeats}: at least 1",
+                                       nearest=1)])  # fmt: skip
+        return cls(resolve(parts["TrainConfig"]), **{f.name: getattr(rest, f.name) for f in fields(_Own)})
+
+    @property
+    def run_id(self) -> str:
+        """12 hex digits over the resolved spec without repeats, paths, cluster and launcher."""
+        data = self.to_dict()
+        data["train"].pop("init_from")
+        for key in ("repeats", "repeat_as"):
+            data["run"].pop(key)
+        return _digest(json.dumps(data, sort_keys=True))
+
+    @property
+    def world_size(self) -> int:
+        return self.config.parallel.world_size
+
+    def overrides(self) -> list[str]:
+        """The shortest list of ``KEY=VALUE`` (in Hydra's grammar) that :func:`from_overrides` reads back as this spec."""
+        data, out = self.to_dict(), []
+        model = MODELS.get(self.config.model.name)
+        if model is not None and model.name != "debug":
+            out.append(f"model={model.name}")
+        if self.hardware.device != "cpu":
+            out.append(f"hardware={quote(self.hardware.device)}")
+        base = RunSpec(replace(TrainConfig(), model=model or TrainConfig().model)).to_dict()
+        base["hardware"]["device"] = self.hardware.device
+        for section, values in data.items():
+            if not isinstance(values, dict):
+                if values != base[section]:
+                    out.append(f"{section}={quote(values)}")
+                continue
+            out += [f"{section}.{k}={quote(v)}" for k, v in values.items() if v != base[section][k]]
+        return out
+
+    def command(self, out: str = "results") -> str:
+        """A shell line that runs this very point again."""
+        return shlex.join(["python", "-m", "bench", "run", *self.overrides(), "-o", out])
+
+
+@dataclass(frozen=True)
+class _Own:
+    """The part of a RunSpec that is not the trainer's."""
+
+    run: RunOptions = field(default_factory=RunOptions)
+    hardware: HardwareRef = field(default_factory=HardwareRef)
+    program: ProgramConfig = field(default_factory=ProgramConfig)
+    engine: Engine = "measure"
+    published: str | None = None
+
+
+def _with_all_sections(problem: Problem, sections: list[str]) -> Problem:
+    """An unknown top-level key is answered with the keys of both parts."""
+    if "." in problem.key or not problem.message.startswith("unknown key"):
+        return problem
+    known = [*sections, *(f.name for f in fields(_Own))]
+    near = difflib.get_close_matches(problem.key, known, 1)
+    return replace(problem, message=f"unknown key {problem.key}; valid keys: {', '.join(known)}",
+                   nearest=near[0] if near else None)  # fmt: skip
+
+
+def quote(value: Any) -> str:
+    """``value`` in Hydra's override grammar, so that any text survives: strings are quoted unless plainly a word."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, str):
+        return repr(value)
+    if value and all(c.isascii() and (c.isalnum() or c in "_-/.") for c in value) and not value[0].isdigit():
+        if value.lower() not in ("null", "true", "false", "nan", "inf") and value[0] not in "-.":
+            return value
+    # Hydra unescapes a run of backslashes only before the quote, so only those are doubled.
+    out, slashes = [], 0
+    for c in value:
+        if c == "\\":
+            slashes += 1
+            continue
+        out.append("\\" * (slashes * 2 + 1 if c == "'" else slashes) + c)
+        slashes = 0
+    return "'" + "".join(out) + "\\" * (slashes * 2) + "'"
+
+
+def groups() -> dict[str, dict[str, dict[str, Any]]]:
+    """Hydra group -> option -> the keys it sets. The one source of ``model=`` and ``hardware=`` options."""
+    return {
+        "model": {name: dataclasses.asdict(m) for name, m in MODELS.items()},
+        "hardware": {path.stem: {"device": path.stem} for path in sorted(HARDWARE_DIR.glob("*.yaml"))},
+    }
+
+
+def merge(base: dict[str, Any], key: str, value: Any) -> None:
+    """Set ``key`` (dotted, or the name of a group) in the nested ``base``."""
+    options = groups().get(key)
+    if options is not None and not isinstance(value, Mapping):
+        if value not in options:
+            near = difflib.get_close_matches(str(value), options, 1)
+            raise ConfigError([Problem(key, value, f"{key}={value} is not one of {', '.join(options)}",
+                                       nearest=near[0] if near else None)])  # fmt: skip
+        base[key] = {**base.get(key, {}), **options[value]}
+        return
+    *path, last = key.split(".")
+    node = base
+    for part in path:
+        child = node.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise ConfigError([Problem(key, value, f"unknown key {key}: {part} is a value, not a group of keys")])
+        node = child
+    node[last] = {**node[last], **value} if isinstance(node.get(last), dict) and isinstance(value, Mapping) else value
+
+
+def from_overrides(overrides: Sequence[str]) -> RunSpec:
+    """The spec that a list of ``KEY=VALUE`` means; groups (``model=llama3_8b``) first, so that order does not matter.
+
+    Raises ConfigError for text that is not an override, a list of choices (that is a sweep), and what
+    :meth:`RunSpec.from_dict` refuses.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import OverrideParseException
+
+    parsed = []
+    for text in overrides:
+        try:
+            parsed.append(OverridesParser.create().parse_override(text))
+        except OverrideParseException as error:
+            raise ConfigError([Problem(text.partition("=")[0], text, f"{text!r} is not KEY=VALUE: {error}. A value with "
+                                       "commas, colons, braces, spaces or quotes goes in quotes: "
+                                       f"KEY={quote('a, b')}")]) from None  # fmt: skip
+    data: dict[str, Any] = {}
+    for o in sorted(parsed, key=lambda o: "." in o.key_or_group):
+        if o.is_sweep_override():
+            raise ConfigError([Problem(o.key_or_group, o.input_line, f"{o.input_line!r} is a list of choices: "
+                                       "python -m sweeps -m runs one point each")])  # fmt: skip
+        merge(data, o.key_or_group, _plain(o.value()))
+    return RunSpec.from_dict(data)
+
+
+def _plain(value: Any) -> Any:
+    """Hydra's parsed value as plain data: quoted strings lose their wrapper."""
+    from hydra.core.override_parser.types import QuotedString
+
+    if isinstance(value, QuotedString):
+        return value.text
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    if isinstance(value, dict):
+        return {str(_plain(k)): _plain(v) for k, v in value.items()}
+    return value
+
+
+def check(spec: RunSpec) -> tuple[list[Problem], list[Problem]]:
+    """(errors, warnings) of a spec on its device."""
+    device = rule_device(spec.hardware)
+    return rules.check(spec.config, device), rules.warn(spec.config, device)
+
+
+def rule_device(ref: HardwareRef) -> rules.Device:
+    """What the plan rules need to know of the device. Raises ConfigError for an unknown one."""
+    from bench.sim.hardware import load
+
+    hardware = load(ref.device)
+    return rules.Device(hardware.kind, hardware.capability, ref.gpus_per_node or hardware.gpus_per_node)
+
+
+@cache
+def code_id(device: str) -> str:
+    """Digest of trainer_core, bench, the versions of torch and torchao, and the hardware file."""
+    parts = [f"{name}={_version(name)}" for name in ("torch", "torchao")]
+    files = sorted([*ROOT.glob("trainer_core/**/*.py"), *ROOT.glob("bench/**/*.py")])
+    for path in [*files, HARDWARE_DIR / f"{device}.yaml"]:
+        if path.exists():
+            parts += [path.relative_to(ROOT).as_posix(), path.read_text()]
+    return _digest("\0".join(parts))
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

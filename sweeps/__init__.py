@@ -1,0 +1,1 @@
+"""Choose specs and submit them; no measurement logic."""
