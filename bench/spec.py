@@ -259,21 +259,21 @@ def check(spec: RunSpec) -> tuple[list[Problem], list[Problem]]:
 
 def rule_device(ref: HardwareRef) -> rules.Device:
     """What the plan rules need to know of the device. Raises ConfigError for an unknown one."""
-    from bench.sim.hardware import load
+    from bench.sim import hardware
 
-    hardware = load(ref.device)
-    return rules.Device(hardware.kind, hardware.capability, ref.gpus_per_node or hardware.gpus_per_node)
+    device = hardware.resolve(ref)
+    return rules.Device(device.kind, device.capability, device.gpus_per_node)
 
 
 @cache
 def code_id(device: str) -> str:
     """Digest of trainer_core, bench, the versions of torch and torchao, and the hardware file."""
+    from bench.sim.hardware import load
+
     parts = [f"{name}={_version(name)}" for name in ("torch", "torchao")]
-    files = sorted([*ROOT.glob("trainer_core/**/*.py"), *ROOT.glob("bench/**/*.py")])
-    for path in [*files, HARDWARE_DIR / f"{device}.yaml"]:
-        if path.exists():
-            parts += [path.relative_to(ROOT).as_posix(), path.read_text()]
-    return _digest("\0".join(parts))
+    for path in sorted([*ROOT.glob("trainer_core/**/*.py"), *ROOT.glob("bench/**/*.py")]):
+        parts += [path.relative_to(ROOT).as_posix(), path.read_text()]
+    return _digest("\0".join([*parts, repr(load(device))]))
 
 
 def _version(package: str) -> str:
