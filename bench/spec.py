@@ -13,17 +13,23 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
 
 from trainer_core import rules
 from trainer_core.config import MODELS, ConfigError, Problem, TrainConfig, from_dict, resolve
 
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
 ROOT = Path(__file__).resolve().parent.parent
 HARDWARE_DIR = Path(__file__).resolve().parent / "hardware"
 PUBLISHED_DIR = Path(__file__).resolve().parent / "published"
+PRESETS = Path(__file__).resolve().parent / "presets.yaml"
 
 Engine = Literal["measure", "simulate", "torchtitan"]
 
@@ -119,7 +125,7 @@ class RunSpec:
         return self.config.parallel.world_size
 
     def overrides(self) -> list[str]:
-        """The shortest list of ``KEY=VALUE`` (in Hydra's grammar) that :func:`from_overrides` reads back as this spec."""
+        """The shortest list of ``KEY=VALUE`` (Hydra's grammar) that :func:`from_overrides` reads back as this spec."""
         data, out = self.to_dict(), []
         model = MODELS.get(self.config.model.name)
         if model is not None and model.name != "debug":
@@ -162,6 +168,10 @@ def _with_all_sections(problem: Problem, sections: list[str]) -> Problem:
                    nearest=near[0] if near else None)  # fmt: skip
 
 
+_NOT_TEXT = ("null", "true", "false", "nan", "inf")
+"""Words that Hydra's grammar reads as something else than text."""
+
+
 def quote(value: Any) -> str:
     """``value`` in Hydra's override grammar, so that any text survives: strings are quoted unless plainly a word."""
     if value is None:
@@ -170,9 +180,9 @@ def quote(value: Any) -> str:
         return str(value).lower()
     if not isinstance(value, str):
         return repr(value)
-    if value and all(c.isascii() and (c.isalnum() or c in "_-/.") for c in value) and not value[0].isdigit():
-        if value.lower() not in ("null", "true", "false", "nan", "inf") and value[0] not in "-.":
-            return value
+    word = value and all(c.isascii() and (c.isalnum() or c in "_-/.") for c in value)
+    if word and not value[0].isdigit() and value[0] not in "-." and value.lower() not in _NOT_TEXT:
+        return value
     # Hydra unescapes a run of backslashes only before the quote, so only those are doubled.
     out, slashes = [], 0
     for c in value:
@@ -184,11 +194,13 @@ def quote(value: Any) -> str:
     return "'" + "".join(out) + "\\" * (slashes * 2) + "'"
 
 
+@cache
 def groups() -> dict[str, dict[str, dict[str, Any]]]:
-    """Hydra group -> option -> the keys it sets. The one source of ``model=`` and ``hardware=`` options."""
+    """Hydra group -> option -> the keys it sets: the one source of ``model=``, ``hardware=``, ``parallel=`` ..."""
     return {
         "model": {name: dataclasses.asdict(m) for name, m in MODELS.items()},
         "hardware": {path.stem: {"device": path.stem} for path in sorted(HARDWARE_DIR.glob("*.yaml"))},
+        **yaml.safe_load(PRESETS.read_text()),
     }
 
 
@@ -215,39 +227,49 @@ def merge(base: dict[str, Any], key: str, value: Any) -> None:
 def from_overrides(overrides: Sequence[str]) -> RunSpec:
     """The spec that a list of ``KEY=VALUE`` means; groups (``model=llama3_8b``) first, so that order does not matter.
 
-    Raises ConfigError for text that is not an override, a list of choices (that is a sweep), and what
-    :meth:`RunSpec.from_dict` refuses.
+    Of a key given twice the last counts. Raises ConfigError for text that is not an override, a list of choices (that
+    is a sweep), an interpolation, and what :meth:`RunSpec.from_dict` refuses.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import OverrideParseException
-
-    parsed = []
-    for text in overrides:
-        try:
-            parsed.append(OverridesParser.create().parse_override(text))
-        except OverrideParseException as error:
-            raise ConfigError([Problem(text.partition("=")[0], text, f"{text!r} is not KEY=VALUE: {error}. A value with "
-                                       "commas, colons, braces, spaces or quotes goes in quotes: "
-                                       f"KEY={quote('a, b')}")]) from None  # fmt: skip
+    last = {o.key_or_group: o for o in map(parse_override, overrides)}
     data: dict[str, Any] = {}
-    for o in sorted(parsed, key=lambda o: "." in o.key_or_group):
+    for key, o in sorted(last.items(), key=lambda item: "." in item[0]):
         if o.is_sweep_override():
-            raise ConfigError([Problem(o.key_or_group, o.input_line, f"{o.input_line!r} is a list of choices: "
+            raise ConfigError([Problem(key, o.input_line, f"{o.input_line!r} is a list of choices: "
                                        "python -m sweeps -m runs one point each")])  # fmt: skip
-        merge(data, o.key_or_group, _plain(o.value()))
+        merge(data, key, plain(o.value()))
     return RunSpec.from_dict(data)
 
 
-def _plain(value: Any) -> Any:
+@lru_cache(maxsize=4096)
+def parse_override(text: str) -> Override:
+    """``KEY=VALUE`` in Hydra's grammar. Raises ConfigError for anything else; a grid repeats its texts: cached."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import OverrideParseException
+
+    key, _, value = text.partition("=")
+    try:
+        parsed = OverridesParser.create().parse_override(text)
+    except OverrideParseException as error:
+        raise ConfigError([Problem(key, text, f"{text!r} is not KEY=VALUE: {error}. A value with commas, colons, "
+                                   "braces, spaces or quotes goes in quotes: KEY='a, b'")]) from None  # fmt: skip
+    if parsed.is_delete():
+        raise ConfigError([Problem(key, text, f"{text!r}: a key can not be deleted, only set")])
+    if "${" in value:
+        raise ConfigError([Problem(key, value, f"{text!r}: ${{...}} is not resolved here, so that a stored spec is "
+                                   "whole and holds no secret; write the value itself")])  # fmt: skip
+    return parsed
+
+
+def plain(value: Any) -> Any:
     """Hydra's parsed value as plain data: quoted strings lose their wrapper."""
     from hydra.core.override_parser.types import QuotedString
 
     if isinstance(value, QuotedString):
         return value.text
     if isinstance(value, list):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if isinstance(value, dict):
-        return {str(_plain(k)): _plain(v) for k, v in value.items()}
+        return {str(plain(k)): plain(v) for k, v in value.items()}
     return value
 
 
