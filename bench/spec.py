@@ -65,14 +65,24 @@ class HardwareRef:
 class ProgramConfig:
     """What an older or other training program did differently; only the simulator reads it.
 
-    Each is a recorded fact or assumption of a published row, never of a device. ``current`` behaviour is the default.
+    Each is a recorded fact or assumption of a published row, never of a device. The defaults are our own trainer.
+
+    ``kv_expanded``: K and V are repeated to all query heads before attention, so context parallel moves them expanded.
+    ``cp_rotation``: how context parallel moves K and V: our own methods (``parallel.cp_method``), one all-gather of
+    cat(K, V) a pass, or an all-to-all a ring step. ``cp_dkv_fp32``: the gradients of K and V travel in fp32, one
+    all-to-all a ring step, the last one exposed. ``stage_outputs_kept``: every pipeline stage keeps the outputs of all
+    microbatches until the step ends. ``pp_lockstep``: the interleaved schedule goes slot by slot, each slot waiting
+    for its neighbours' transfers. ``root_resharded``: the root's parameters are freed after forward.
+    ``rope_complex``: the rotary embedding is complex arithmetic in fp32, which the compiler does not fuse.
     """
 
     kv_expanded: bool = False
     cp_rotation: Literal["own", "allgather", "alltoall"] = "own"
     cp_dkv_fp32: bool = False
     stage_outputs_kept: bool = False
+    pp_lockstep: bool = False
     root_resharded: bool = True
+    rope_complex: bool = False
 
 
 @dataclass(frozen=True)
