@@ -1,0 +1,64 @@
+"""Hydra's view of our sweeper and local launcher. Hydra looks for plugins in the namespace package hydra_plugins only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+
+class MeshmarkSweeper(Sweeper):
+    """Expands the command line and the chosen sweep into points; ends the process with the launcher's exit code.
+
+    Hydra's own sweeper composes every point with OmegaConf, which takes minutes for a thousand of them.
+    """
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.config = config
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> Any:
+        from sweeps.points import expand, own_keys
+
+        launcher: Any = self.launcher
+        launcher.own = own_keys(arguments)
+        launcher.launch(expand(arguments), initial_job_idx=0)
+        sys.exit(launcher.exit_code)
+
+
+class LocalLauncher(Launcher):
+    """Runs the points on this machine, as many at once as it has cores for."""
+
+    def __init__(self, at_once: int | None = None):
+        self.at_once = at_once
+        self.exit_code = 0
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.config = config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        from sweeps.local import launch
+
+        self.exit_code = launch(job_overrides, self.own, self.at_once)
+        return []
+
+
+ConfigStore.instance().store(
+    group="hydra/sweeper", name="meshmark", node={"_target_": f"{__name__}.MeshmarkSweeper"}, provider="meshmark"
+)
+ConfigStore.instance().store(
+    group="hydra/launcher",
+    name="local",
+    node={"_target_": f"{__name__}.LocalLauncher", "at_once": None},
+    provider="meshmark",
+)
