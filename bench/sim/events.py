@@ -2,7 +2,7 @@
 
 A :class:`Trace` belongs to one rank class (ranks whose step is the same). Kernels and collectives are interned in one
 ``table``; the events are columns that point into it, so that a price is computed once per distinct kernel. Repeated
-layers are stored once: an event carries the layer it belongs to, and :func:`bench.sim.replay.expand` clones the middle
+layers are stored once: an event carries the layer it belongs to, and :func:`bench.sim.expand.expand` clones the middle
 layer (see there).
 """
 
@@ -96,13 +96,13 @@ def span(size: int, stride: int, gpus_per_node: int) -> tuple[int, int]:
 class Event(IntEnum):
     """What a row of the event columns is, and what its ``arg`` means."""
 
-    OP = 0  # arg: index in the table
-    COLLECTIVE = 1  # arg: index in the table; ``extra``: handle that a WAIT names
-    WAIT = 2  # arg: handle; the row's stream waits for that collective
-    ALLOC = 3  # arg: storage
-    FREE = 4  # arg: storage
-    SYNC = 5  # arg: stream that the row's stream waits for, up to here
-    MARK = 6  # arg: index in ``marks`` (step, microbatch or phase boundary)
+    OP = 0  # arg: index in the table; runs on the row's stream
+    COLLECTIVE = 1  # arg: index in the table; runs on the row's stream
+    RECORD = 2  # arg: handle; marks the end of what the row's stream has been given so far
+    WAIT = 3  # arg: handle; the row's stream goes on after that mark
+    ALLOC = 4  # arg: storage
+    FREE = 5  # arg: storage
+    MARK = 6  # arg: index in ``marks`` (step, microbatch or action boundary)
 
 
 @dataclass(slots=True)
@@ -123,14 +123,12 @@ class Events:
     arg: list[int] = field(default_factory=list)
     stream: list[int] = field(default_factory=list)
     layer: list[int] = field(default_factory=list)
-    extra: list[int] = field(default_factory=list)
 
-    def add(self, kind: Event, arg: int, stream: int, layer: int = -1, extra: int = -1) -> None:
-        self.kind.append(int(kind))
+    def add(self, kind: int, arg: int, stream: int, layer: int = -1) -> None:
+        self.kind.append(kind)
         self.arg.append(arg)
         self.stream.append(stream)
         self.layer.append(layer)
-        self.extra.append(extra)
 
     def __len__(self) -> int:
         return len(self.kind)
