@@ -51,6 +51,11 @@ class ConfigError(ValueError):
         super().__init__("\n".join(p.message for p in problems))
 
 
+def invalid(key: str, value: Any, message: str, conflicts_with: str | None = None, nearest: Any = None) -> ConfigError:
+    """The error of one fault."""
+    return ConfigError([Problem(key, value, message, conflicts_with, nearest)])
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A Llama-3 decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, untied embeddings."""
