@@ -306,7 +306,7 @@ def lock(target: Path) -> Iterator[None]:
         target.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(target.with_name(f"{target.name}.lock"), os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        message = f"the cache folder {target.parent} can not be written ({error.strerror}); XDG_CACHE_HOME names another"
+        message = f"the cache folder {target.parent} can not be written ({error.strerror}): set XDG_CACHE_HOME"
         raise invalid("data.corpus", str(target.parent), message) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
