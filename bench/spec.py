@@ -26,6 +26,8 @@ from trainer_core.config import MODELS, ConfigError, Problem, TrainConfig, from_
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
+    from bench.published import Published
+
 ROOT = Path(__file__).resolve().parent.parent
 HARDWARE_DIR = Path(__file__).resolve().parent / "hardware"
 PUBLISHED_DIR = Path(__file__).resolve().parent / "published"
@@ -137,13 +139,17 @@ class RunSpec:
     def overrides(self) -> list[str]:
         """The shortest list of ``KEY=VALUE`` (Hydra's grammar) that :func:`from_overrides` reads back as this spec."""
         data, out = self.to_dict(), []
-        model = MODELS.get(self.config.model.name)
-        if model is not None and model.name != "debug":
-            out.append(f"model={model.name}")
-        if self.hardware.device != "cpu":
+        if self.published is not None:
+            base = published_row(self.published).spec().to_dict()
+            out.append(f"published={quote(self.published)}")
+        else:
+            model = MODELS.get(self.config.model.name)
+            if model is not None and model.name != "debug":
+                out.append(f"model={model.name}")
+            base = RunSpec(replace(TrainConfig(), model=model or TrainConfig().model)).to_dict()
+        if self.hardware.device != base["hardware"]["device"]:
             out.append(f"hardware={quote(self.hardware.device)}")
-        base = RunSpec(replace(TrainConfig(), model=model or TrainConfig().model)).to_dict()
-        base["hardware"]["device"] = self.hardware.device
+            base["hardware"]["device"] = self.hardware.device
         for section, values in data.items():
             if not isinstance(values, dict):
                 if values != base[section]:
@@ -235,19 +241,32 @@ def merge(base: dict[str, Any], key: str, value: Any) -> None:
 
 
 def from_overrides(overrides: Sequence[str]) -> RunSpec:
-    """The spec that a list of ``KEY=VALUE`` means; groups (``model=llama3_8b``) first, so that order does not matter.
+    """The spec that a list of ``KEY=VALUE`` means.
 
-    Of a key given twice the last counts. Raises ConfigError for text that is not an override, a list of choices (that
-    is a sweep), an interpolation, and what :meth:`RunSpec.from_dict` refuses.
+    ``published=ID`` first (that row's settings), then groups (``model=llama3_8b``), so that order does not matter. Of a
+    key given twice the last counts. Raises ConfigError for text that is not an override, a list of choices (that is a
+    sweep), an interpolation, and what :meth:`RunSpec.from_dict` refuses.
     """
     last = {o.key_or_group: o for o in map(parse_override, overrides)}
-    data: dict[str, Any] = {}
+    row = plain(last["published"].value()) if "published" in last else None
+    data: dict[str, Any] = published_row(row).settings() if isinstance(row, str) else {}
     for key, o in sorted(last.items(), key=lambda item: "." in item[0]):
         if o.is_sweep_override():
             raise ConfigError([Problem(key, o.input_line, f"{o.input_line!r} is a list of choices: "
                                        "python -m sweeps -m runs one point each")])  # fmt: skip
         merge(data, key, plain(o.value()))
     return RunSpec.from_dict(data)
+
+
+def published_row(name: str) -> Published:
+    """Raises ConfigError for an unknown row, with the known ones."""
+    from bench.published import rows
+
+    if name not in rows():
+        near = difflib.get_close_matches(name, rows(), 1)
+        raise ConfigError([Problem("published", name, f"published={name} is not one of {', '.join(rows())}",
+                                   nearest=near[0] if near else None)])  # fmt: skip
+    return rows()[name]
 
 
 @lru_cache(maxsize=4096)

@@ -80,17 +80,21 @@ class Published:
         """The table among all documents."""
         return f"{self.document}/{self.source.table}"
 
-    def spec(self) -> RunSpec:
-        """The row as a point to simulate. Raises ConfigError where the settings make no plan."""
-        settings: dict[str, Any] = {"train.warmup_steps": 5}
+    def settings(self) -> dict[str, Any]:
+        """What is stated and assumed as nested plain data; automatic values are not resolved."""
+        flat: dict[str, Any] = {"train.warmup_steps": 5}
         for assumption in self.assumed:
-            settings.update(assumption.settings)
-        settings.update(self.stated)
+            flat.update(assumption.settings)
+        flat.update(self.stated)
         data: dict[str, Any] = {"engine": "simulate", "published": self.id}
-        for key, value in sorted(settings.items(), key=lambda item: "." in item[0]):
+        for key, value in sorted(flat.items(), key=lambda item: "." in item[0]):
             merge(data, key, value)
         merge(data, "parallel.world_size", self.gpus)
-        return RunSpec.from_dict(data)
+        return data
+
+    def spec(self) -> RunSpec:
+        """The row as a point to simulate. Raises ConfigError where the settings make no plan."""
+        return RunSpec.from_dict(self.settings())
 
 
 @cache
