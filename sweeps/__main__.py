@@ -1,4 +1,7 @@
-"""``python -m sweeps [-m] KEY=VALUE ...``: Hydra's command line; exit codes 0 ok, 1 some points failed, 2 usage, 4 bug."""
+"""``python -m sweeps [-m] KEY=VALUE ...``: Hydra's command line.
+
+Exit codes: 0 ok, 1 some points failed, 2 usage error or invalid plan, 4 internal error.
+"""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 SWEEPS = Path(__file__).resolve().parent / "conf" / "sweep"
-ADHOC = "adhoc"
-"""The folder of points that come from the command line alone."""
+ADHOC = "runs"
+"""The folder of points that come from the command line alone, as of ``bench run``."""
 
 
 @dataclass(frozen=True)
@@ -143,21 +143,31 @@ def _product(name: str, sweep: str, layers: list[Override]) -> Iterator[list[str
 
 def _choices(override: Override) -> list[Any]:
     """The values an override stands for: one, or those of a choice, a range or a glob over a group's options."""
+    from hydra.core.override_parser.types import ValueType
+
     if not override.is_sweep_override():
         return [plain(override.value())]
-    value = override.value()
-    if hasattr(value, "filter"):
-        options = groups().get(override.key_or_group)
-        if override.key_or_group == "sweep":
-            options = {p.stem: {} for p in sorted(SWEEPS.glob("*.yaml"))}
-        if options is None:
-            raise ConfigError([Problem(override.key_or_group, override.input_line, f"{override.input_line!r}: glob() "
-                                       f"works for groups: {', '.join(groups())}")])  # fmt: skip
-        return value.filter(list(options))
+    value: Any = override.value()
+    if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
+        return list(value.filter(_options(override.key_or_group)))
     if override.is_interval_sweep():
         raise ConfigError([Problem(override.key_or_group, override.input_line, f"{override.input_line!r}: an interval "
                                    "has no end of points; use range(from,to,step) or a,b,c")])  # fmt: skip
     return [plain(v) for v in override.sweep_iterator()]
+
+
+def _options(key: str) -> list[str]:
+    """What ``glob()`` chooses from. Raises ConfigError for a key that is no group."""
+    from bench.published import rows
+
+    names = {
+        "published": list(rows()),
+        "sweep": sorted(p.stem for p in SWEEPS.glob("*.yaml")),
+        **{group: list(options) for group, options in groups().items()},
+    }
+    if key not in names:
+        raise ConfigError([Problem(key, "glob", f"{key}: glob() works for {', '.join(names)}")])
+    return names[key]
 
 
 def own_keys(arguments: Sequence[str]) -> OwnKeys:

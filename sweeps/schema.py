@@ -29,7 +29,7 @@ def register() -> None:
 
 
 def _members(cls: type) -> list[tuple[str, Any, Any]]:
-    """The fields of ``cls`` as OmegaConf accepts them: no frozen class, and Any for a Literal, of which it knows none."""
+    """The fields of ``cls`` as OmegaConf takes them: no frozen class, and Any for a Literal, of which it knows none."""
     hints, members = typing.get_type_hints(cls), []
     for f in dataclasses.fields(cls):
         hint = hints[f.name]

@@ -1,4 +1,4 @@
-"""Hydra's view of our sweeper and local launcher. Hydra looks for plugins in the namespace package hydra_plugins only."""
+"""Hydra's view of our sweeper and local launcher: Hydra takes plugins from the namespace package hydra_plugins only."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from sweeps.points import OwnKeys, expand, own_keys
+
 
 class MeshmarkSweeper(Sweeper):
     """Expands the command line and the chosen sweep into points; ends the process with the launcher's exit code.
@@ -28,8 +30,6 @@ class MeshmarkSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> Any:
-        from sweeps.points import expand, own_keys
-
         launcher: Any = self.launcher
         launcher.own = own_keys(arguments)
         launcher.launch(expand(arguments), initial_job_idx=0)
@@ -39,9 +39,11 @@ class MeshmarkSweeper(Sweeper):
 class LocalLauncher(Launcher):
     """Runs the points on this machine, as many at once as it has cores for."""
 
+    own: OwnKeys
+    exit_code = 0
+
     def __init__(self, at_once: int | None = None):
         self.at_once = at_once
-        self.exit_code = 0
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config = config
