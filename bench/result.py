@@ -12,10 +12,11 @@ SCHEMA_VERSION = 1
 
 Status = Literal[
     "ok", "oom", "invalid", "unsupported", "failed", "timeout", "hung", "cancelled", "lost", "incomplete", "diverged",
-    "corrupt",
+    "corrupt", "queued", "running",
 ]  # fmt: skip
 LIVE = ("queued", "running")
-STATUSES: tuple[str, ...] = get_args(Status)
+"""Rows of runs that have not ended: never stored."""
+STATUSES: tuple[str, ...] = tuple(s for s in get_args(Status) if s not in LIVE)
 
 
 @dataclass(frozen=True)
