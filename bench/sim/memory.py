@@ -74,7 +74,7 @@ class _Pool:
         self.mapped += length
         if tail is not None and tail.free:
             self._forget(tail)
-            tail.size += length
+            tail.size, tail.order = tail.size + length, self.mapped
             return tail, length
         block = _Block(length, self.mapped, prev=tail)
         if tail is not None:

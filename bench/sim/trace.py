@@ -1,0 +1,132 @@
+"""Trace the trainer's own step at the real world size, on one process without devices.
+
+The fake process group stands in for the world, FakeTensorMode for memory. The model is traced at a reduced depth: its
+layers are alike, and :mod:`bench.sim.expand` repeats the middle one, after checking that it repeats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from bench.sim.events import Trace
+from bench.sim.tracer import Group, Tracer, follow_layers, follow_modules, hooks
+from trainer_core import train
+from trainer_core.config import TrainConfig
+from trainer_core.evidence import group_axes
+from trainer_core.mesh import Mesh
+from trainer_core.parallel.context import positions
+
+STEPS = 2
+"""Adam's states appear at the end of the first step; the second is the steady one."""
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """The default process group as ``rank`` of ``world_size``; nothing is sent."""
+    if dist.is_initialized():
+        raise RuntimeError("a process group exists in this process: simulate in another one")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def groups_of(mesh: Mesh) -> dict[str, Group]:
+    """Process group name -> axis, size and stride."""
+    out = {}
+    for name, axis in group_axes(mesh).items():
+        ranks = dist.get_process_group_ranks(mesh.world[axis].get_group())
+        out[name] = Group(axis, len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)
+    return out
+
+
+def flash(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """What F.scaled_dot_product_attention launches on a GPU: flash attention, forward and backward."""
+    causal = kwargs.get("is_causal", args[2] if len(args) > 2 else False)
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)[0]
+
+
+@contextlib.contextmanager
+def as_on_device(kind: str) -> Iterator[None]:
+    """On the CPU build, take the kernels that ``kind`` (cpu or cuda) would take."""
+    if kind != "cuda":
+        yield
+        return
+    original = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = flash
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = original
+
+
+def reduced(config: TrainConfig, layers: int) -> TrainConfig:
+    return replace(config, model=replace(config.model, layers=layers))
+
+
+def trace_rank(config: TrainConfig, rank: int = 0, steps: int = STEPS, kind: str = "cuda") -> Trace:
+    """Trace ``steps`` optimizer steps of ``rank`` in ``config``, at the depth that the config says."""
+    device = torch.device("cpu")
+    with fake_world(rank, config.parallel.world_size), as_on_device(kind):
+        trainer = train.setup(config, device, init=False)
+        tracer = Tracer(groups_of(trainer.mesh))
+        tracer.trace.layers, tracer.trace.rank = config.model.layers, rank
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True), hooks(tracer):
+                materialize(tracer, trainer)
+                for step in range(1, steps + 1):
+                    with tracer:
+                        tracer.mark("step", step)
+                        trainer.train_step(step, batch(config, device))
+                with tracer:
+                    tracer.mark("end")
+        finally:
+            if collecting:
+                gc.enable()
+        return tracer.trace
+
+
+def materialize(tracer: Tracer, trainer: train.Trainer) -> None:
+    """Give the parameters (fake) memory, and hang the hooks that tell layer and module."""
+    c = trainer.config
+    here = positions(c.data.seq_len, trainer.mesh.rank("cp"), c.parallel)
+    for model in trainer.stages.values():
+        model.to_empty(device=trainer.device)
+        model.set_positions(here)
+        blocks = list(model.layers.values())
+        owner = {id(p): i for i, block in enumerate(blocks) for p in block.parameters()}
+        for p in model.parameters():
+            number = tracer.follow(local(p), "params", owner.get(id(p), -1), initial=True)
+            tracer.trace.storages[number].sharded = isinstance(p, DTensor)
+        tracer.follow(model.rope, "buffers", -1, initial=True)
+        follow_modules(tracer, model)
+        follow_layers(tracer, blocks)
+
+
+def local(t: Tensor) -> Tensor:
+    """The plain tensor that a parameter keeps on this rank."""
+    t = t.detach()
+    t = t.to_local() if isinstance(t, DTensor) else t
+    return getattr(t, "_tensor", t)
+
+
+def batch(config: TrainConfig, device: torch.device) -> train.Batch:
+    """Tokens and labels of every accumulation pass."""
+    shape = (config.train.local_batch_size, config.data.seq_len)
+    make = lambda: torch.zeros(shape, dtype=torch.int64, device=device)
+    return [(make(), make()) for _ in range(config.accumulation)]

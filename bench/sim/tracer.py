@@ -1,0 +1,435 @@
+"""Records what a rank does under FakeTensorMode: kernels, collectives, streams and the life of every storage.
+
+The tracer is a dispatch mode on *local* tensors: for wrapper subclasses (DTensor, Float8) it returns NotImplemented, so
+that they come again as what they are made of. Storages are followed by weak references, FSDP's resized buffers by its
+own two functions. Streams come from torch.cpu's stream objects, which FSDP2 uses on a CPU as it does on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.cpu
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench.sim import kernels
+from bench.sim.events import Category, Collective, CollectiveKind, Event, Op, Phase, Storage, Trace
+from trainer_core.evidence import _KINDS as COLLECTIVE_KINDS
+from trainer_core.evidence import _group_name as group_name
+
+_FSDP_STREAMS = {
+    "all_gather_copy_in_stream": "fsdp_copy_in", "all_gather_stream": "fsdp_all_gather",
+    "reduce_scatter_stream": "fsdp_reduce_scatter", "all_reduce_stream": "fsdp_all_reduce",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group as the cost model sees it."""
+
+    axis: str
+    size: int
+    stride: int
+
+
+class Tracer(TorchDispatchMode):
+    """Everything between ``with tracer:`` goes into ``tracer.trace``.
+
+    ``groups``: process group name -> :class:`Group`. ``layer`` and ``module`` are set by hooks on the model.
+    """
+
+    def __init__(self, groups: dict[str, Group]):
+        super().__init__()
+        self.trace = Trace()
+        self.groups = groups
+        self.paused = 0
+        self.layer = -1
+        self.modules: list[str] = []
+        self.phase_: Phase = "other"
+        self.backward_seen = False
+        self._table: dict[Any, int] = {}
+        self._live: dict[int, int] = {}  # address of the C++ storage -> storage number
+        self._refs: dict[int, weakref.ref[Any]] = {}
+        self._pending: dict[int, int] = {}  # address of a functional collective's output -> handle
+        self._stream_numbers: dict[int, int] = {}
+        self._handles = 0
+        self._info: dict[Any, tuple[str, str, tuple[int, ...], bool]] = {}
+        self.storage_layer: list[int] = []
+
+    # events
+
+    @property
+    def stream(self) -> int:
+        return self._stream_numbers.get(id(torch.cpu._current_stream), 0)
+
+    def stream_number(self, name: str) -> int:
+        """The number of a stream, new or known by its name."""
+        if name not in self.trace.streams:
+            self.trace.streams.append(name)
+        return self.trace.streams.index(name)
+
+    @property
+    def phase(self) -> Phase:
+        """Backward and recomputation are known by the autograd engine, the optimizer by what comes after a backward."""
+        if torch._C._current_graph_task_id() != -1:
+            self.backward_seen = True
+            return "recompute" if self.modules else "bwd"
+        if self.modules:
+            self.backward_seen = False
+            return "fwd"
+        return "optim" if self.backward_seen else self.phase_
+
+    def add(self, kind: Event, arg: int, stream: int | None = None, layer: int | None = None) -> None:
+        self.trace.events.add(
+            kind.value, arg, self.stream if stream is None else stream, self.layer if layer is None else layer
+        )
+
+    def mark(self, name: str, number: int = 0) -> None:
+        self.trace.marks.append((name, number))
+        self.add(Event.MARK, len(self.trace.marks) - 1, 0, -1)
+
+    def record(self, stream: int, layer: int | None = None) -> int:
+        self._handles += 1
+        self.add(Event.RECORD, self._handles, stream, layer)
+        return self._handles
+
+    # storages
+
+    def follow(self, t: Tensor, category: Category = "temp", layer: int | None = None, initial: bool = False) -> int:
+        """The number of the tensor's storage; a new storage is an allocation of the current stream."""
+        storage = t.untyped_storage()
+        key = storage._cdata
+        number = self._live.get(key)
+        if number is None:
+            number = self._allocate(key, storage.nbytes(), category, layer, initial)
+            self._refs[key] = weakref.ref(storage, lambda _, key=key: self._released(key))
+        return number
+
+    def _allocate(self, key: int, size: int, category: Category, layer: int | None, initial: bool = False) -> int:
+        number = len(self.trace.storages)
+        layer = self.layer if layer is None else layer
+        self.trace.storages.append(Storage(size, self.stream, category))
+        self.storage_layer.append(layer)
+        self._live[key] = number
+        self.add(Event.ALLOC, number, None, layer)
+        if initial:
+            self.trace.initial.append(number)
+        return number
+
+    def _released(self, key: int) -> None:
+        self._refs.pop(key, None)
+        self._free(key)
+
+    def _free(self, key: int) -> None:
+        number = self._live.pop(key, None)
+        if number is not None:
+            layer = self.layer if self.layer >= 0 else self.storage_layer[number]
+            self.add(Event.FREE, number, None, layer)
+
+    def resized(self, t: Tensor, resize: Callable[[Tensor], None], category: Category) -> None:
+        """FSDP's alloc_storage and free_storage: the same storage object gets or loses its memory."""
+        storage = t.untyped_storage()
+        key, before = storage._cdata, storage.nbytes()
+        resize(t)
+        after = storage.nbytes()
+        if after == before and (after == 0 or key in self._live):
+            return
+        if key in self._live:
+            self._free(key)
+        if after:
+            self._allocate(key, after, category, None)
+            if key not in self._refs:
+                self._refs[key] = weakref.ref(storage, lambda _, key=key: self._released(key))
+
+    def is_sharded(self, t: Tensor) -> bool:
+        number = self._live.get(t.untyped_storage()._cdata)
+        return number is not None and self.trace.storages[number].sharded
+
+    def layer_of(self, t: Tensor) -> int:
+        number = self._live.get(t.untyped_storage()._cdata)
+        return -1 if number is None else self.storage_layer[number]
+
+    # dispatch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(t not in _PLAIN and not issubclass(t, _FAKE) for t in types):
+            return NotImplemented
+        if self.paused:
+            return func(*args, **kwargs)
+        namespace, name, mutates, silent = self._look_up(func)
+        if name == "_local_scalar_dense":
+            return 1.0 if args[0].is_floating_point() else 1
+        out = func(*args, **kwargs)
+        if namespace in ("c10d", "_c10d_functional", "_dtensor"):
+            self._communicate(namespace, name, args, out)
+        elif not silent:
+            self._launch(name, args, kwargs, out, mutates)
+        elif name.startswith(("empty", "new_empty")):
+            self.follow(out, layer=self._label(args))
+        return out
+
+    def _look_up(self, func: Any) -> tuple[str, str, tuple[int, ...], bool]:
+        info = self._info.get(func)
+        if info is None:
+            name = kernels.name_of(func)
+            mutates = tuple(i for i, a in enumerate(func._schema.arguments) if a.alias_info and a.alias_info.is_write)
+            silent = name in kernels.NO_KERNEL or (func.is_view and not mutates)
+            info = self._info[func] = (func.namespace, name, mutates, silent)
+        return info
+
+    def _label(self, args: Any) -> int:
+        """The layer of an event: the block that runs, or outside of blocks the owner of what is worked on."""
+        if self.layer >= 0 or self.phase in ("fwd", "bwd", "recompute"):
+            return self.layer
+        return next((layer for t in kernels.tensors(args) if (layer := self.layer_of(t)) >= 0), -1)
+
+    def _launch(self, name: str, args: Any, kwargs: Any, out: Any, mutates: tuple[int, ...]) -> None:
+        if name.startswith(("_foreach", "_fused_adam")) and self.layer < 0:
+            self._launch_pieces(name, args, kwargs, out, mutates)
+            return
+        outputs = list(kernels.tensors(out))
+        self._emit(name, args, kwargs, outputs, mutates, self._label(args))
+
+    def _launch_pieces(self, name: str, args: Any, kwargs: Any, out: Any, mutates: tuple[int, ...]) -> None:
+        """A call over the tensors of all layers, cut by layer, so that deeper models repeat a piece."""
+        outputs = list(out) if isinstance(out, (list, tuple)) else []
+        lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
+        length = len(lists[0])
+        labels = [self.layer_of(t) for t in lists[0]]
+        start = 0
+        for end in range(1, length + 1):
+            if end < length and labels[end] == labels[start]:
+                continue
+            cut = lambda a, s=start, e=end: a[s:e] if isinstance(a, (list, tuple)) and len(a) == length else a
+            pieces = tuple(cut(a) for a in args)
+            self._emit(name, pieces, {k: cut(v) for k, v in kwargs.items()}, list(outputs[start:end]), mutates,
+                       labels[start])  # fmt: skip
+            start = end
+
+    def _emit(
+        self, name: str, args: Any, kwargs: Any, outputs: list[Tensor], mutates: tuple[int, ...], layer: int
+    ) -> None:
+        phase, module = self.phase, self.modules[-1] if self.modules else ""
+        inputs = [*kernels.tensors(args), *kernels.tensors(tuple(kwargs.values()))]
+        sharded = bool(inputs) and all(self.is_sharded(t) or t.numel() <= 1 for t in inputs)
+        for t in outputs:
+            number = self.follow(t, layer=layer)
+            if sharded and not mutates:
+                self.trace.storages[number].sharded = True
+        key = (
+            name, tuple((tuple(t.shape), t.stride(), t.dtype) for t in inputs), len(args), phase, module, sharded,
+            kernels.is_causal(name, args, kwargs) if name in kernels.FLASH else None,
+        )  # fmt: skip
+        index = self._table.get(key)
+        if index is None:
+            index = self.intern(kernels.make_op(name, args, kwargs, outputs, phase, module, mutates, sharded))
+            self._table[key] = index
+        self.add(Event.OP, index, None, layer)
+
+    def intern(self, entry: Op | Collective) -> int:
+        index = self._table.get(entry)
+        if index is None:
+            index = self._table[entry] = len(self.trace.table)
+            self.trace.table.append(entry)
+        return index
+
+    # communication
+
+    def _communicate(self, namespace: str, name: str, args: Any, out: Any) -> None:
+        if name == "wait_tensor":
+            handle = self._pending.pop(args[0].untyped_storage()._cdata, None)
+            if handle is not None:
+                self.add(Event.WAIT, handle, 0)
+            return
+        kind: CollectiveKind | None = COLLECTIVE_KINDS.get(name, "all_to_all" if namespace == "_dtensor" else None)  # type: ignore[assignment]
+        outputs = list(kernels.tensors(out))
+        functional = namespace != "c10d"
+        if functional:
+            for t in outputs:
+                self.follow(t, "comm")
+        if kind is None:
+            return
+        inputs = list(kernels.tensors(args))
+        group = self.group(args)
+        if group.size > 1:
+            size = max(sum(t.numel() * t.element_size() for t in ts) for ts in (inputs, outputs or inputs))
+            dtype = kernels.describe(inputs[0])[1]
+            module = self.modules[-1] if self.modules else ""
+            index = self.intern(Collective(kind, size, group.axis, group.size, group.stride, dtype, module, self.phase))
+            self._start(index, group, functional, kind, outputs)
+        if kind == "reduce_scatter" and group.axis in ("fsdp", "dp_shard"):
+            for t in inputs[:1]:
+                self.trace.storages[self.follow(t)].sharded = True
+
+    def _start(self, index: int, group: Group, functional: bool, kind: str, outputs: list[Tensor]) -> None:
+        """A collective on its group's stream. Calls of the c10d library run in the order of the caller's stream, where
+        FSDP has streams of its own; functional ones and point-to-point calls are waited for later."""
+        stream, here = self.stream, self.stream
+        if functional or kind in ("send", "recv"):
+            stream = self.stream_number(f"comm_{group.axis}" + (f"_{kind}" if kind in ("send", "recv") else ""))
+            self.add(Event.WAIT, self.record(here), stream)
+        self.add(Event.COLLECTIVE, index, stream)
+        if stream != here:
+            handle = self.record(stream)
+            for t in outputs[:1] if functional else []:
+                self._pending[t.untyped_storage()._cdata] = handle
+            if not functional:
+                self.point_to_point.append(handle)
+
+    def group(self, args: Any) -> Group:
+        name = next((n for n in map(group_name, args) if n), "")
+        return self.groups.get(name) or Group("world", *_size_and_stride(name))
+
+    @property
+    def point_to_point(self) -> list[int]:
+        """Handles of started sends and receives that nothing has waited for yet."""
+        return self.__dict__.setdefault("_point_to_point", [])
+
+    def wait_point_to_point(self) -> None:
+        for handle in self.point_to_point:
+            self.add(Event.WAIT, handle)
+        self.point_to_point.clear()
+
+
+def _size_and_stride(name: str) -> tuple[int, int]:
+    import torch.distributed as dist
+
+    for pg in dist.distributed_c10d._world.pg_map:
+        if pg.group_name == name:
+            ranks = dist.get_process_group_ranks(pg)
+            return len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    return dist.get_world_size(), 1
+
+
+_FAKE: tuple[type, ...] = (torch._subclasses.FakeTensor,)
+_PLAIN = {Tensor, nn.Parameter}
+
+
+@contextlib.contextmanager
+def hooks(tracer: Tracer) -> Iterator[None]:
+    """Everything outside dispatch that the tracer must see, for the time of the block."""
+    saved: list[tuple[Any, str, Any]] = []
+
+    def patch(owner: Any, name: str, value: Any) -> None:
+        saved.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    allocate, free = _fsdp_param.alloc_storage, _fsdp_param.free_storage
+    for module in (_fsdp_param, _fsdp_param_group):
+        patch(module, "alloc_storage", lambda t: tracer.resized(t, allocate, "comm"))
+    patch(_fsdp_param, "free_storage", lambda t: tracer.resized(t, free, "comm"))
+
+    # sharding propagation runs the op once more with global shapes, on no device
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def propagate_unseen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tracer.paused += 1
+        try:
+            return propagate(self, *args, **kwargs)
+        finally:
+            tracer.paused -= 1
+
+    patch(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unseen)
+
+    context = _fsdp_param_group.FSDPCommContext
+    lazy_init = context.lazy_init
+
+    def name_streams(self: Any, device: torch.device) -> None:
+        lazy_init(self, device)
+        for attribute, name in _FSDP_STREAMS.items():
+            tracer._stream_numbers[id(getattr(self, attribute))] = tracer.stream_number(name)
+
+    patch(context, "lazy_init", name_streams)
+    _patch_streams(tracer, patch)
+    try:
+        yield
+    finally:
+        for owner, name, value in reversed(saved):
+            setattr(owner, name, value)
+
+
+def _patch_streams(tracer: Tracer, patch: Callable[[Any, str, Any], None]) -> None:
+    """torch.cpu's streams and events do nothing; these write down what they would wait for."""
+    number = lambda stream: tracer._stream_numbers.get(id(stream), 0)
+
+    def record_event(self: Any, event: Any = None) -> Any:
+        event = torch.cpu.Event() if event is None else event
+        event.handle = tracer.record(number(self))
+        return event
+
+    def record(self: Any, stream: Any = None) -> None:
+        self.handle = tracer.record(number(torch.cpu._current_stream if stream is None else stream))
+
+    def wait_event(self: Any, event: Any) -> None:
+        handle = getattr(event, "handle", None)
+        if handle is not None:
+            tracer.add(Event.WAIT, handle, number(self))
+
+    def wait_stream(self: Any, stream: Any) -> None:
+        if number(self) != number(stream):
+            tracer.add(Event.WAIT, tracer.record(number(stream)), number(self))
+
+    patch(torch.cpu.Stream, "record_event", record_event)
+    patch(torch.cpu.Stream, "wait_event", wait_event)
+    patch(torch.cpu.Stream, "wait_stream", wait_stream)
+    patch(torch.cpu.Event, "record", record)
+
+
+def follow_modules(tracer: Tracer, model: nn.Module) -> list[Any]:
+    """Module paths in forward, and the layer at work in forward and backward; returns the hooks' handles.
+
+    A layer's backward begins when the gradient of its output arrives and ends when that of its input is done.
+    """
+    handles: list[Any] = []
+    for name, module in model.named_modules():
+        path = re.sub(r"\._(checkpoint_wrapped_module|orig_mod)", "", name)
+        path = re.sub(r"layers\.\d+", "layers.*", path) or "model"
+        handles.append(module.register_forward_pre_hook(lambda m, a, p=path: tracer.modules.append(p), prepend=True))
+        handles.append(module.register_forward_hook(lambda m, a, o: _pop(tracer.modules), always_call=True))
+    return handles
+
+
+def _pop(stack: list[str]) -> None:
+    stack.pop()
+
+
+def follow_layers(tracer: Tracer, blocks: list[nn.Module]) -> list[Any]:
+    """Set ``tracer.layer`` while a block's forward and backward run."""
+    handles = []
+    for number, block in enumerate(blocks):
+
+        def enter(module: nn.Module, args: Any, number: int = number) -> None:
+            if torch._C._current_graph_task_id() == -1:
+                tracer.layer = number
+                _on_gradient(args[0], lambda: _leave(tracer, number))
+
+        def leave(module: nn.Module, args: Any, out: Any, number: int = number, last: bool = block is blocks[-1]) -> None:
+            if torch._C._current_graph_task_id() == -1:
+                _on_gradient(out, lambda: setattr(tracer, "layer", number))
+                if last:
+                    tracer.layer = -1
+
+        handles.append(block.register_forward_pre_hook(enter, prepend=True))
+        handles.append(block.register_forward_hook(leave))
+    return handles
+
+
+def _leave(tracer: Tracer, number: int) -> None:
+    """The input gradient of a layer is done: outside of blocks if it was the first; else the next one's hook follows."""
+    if number == 0:
+        tracer.layer = -1
+
+
+def _on_gradient(t: Any, action: Callable[[], None]) -> None:
+    if isinstance(t, Tensor) and t.requires_grad:
+        t.register_hook(lambda grad: action())
