@@ -12,7 +12,7 @@ from pathlib import Path
 from bench import environment, summary
 from bench.endings import Ending, classify
 from bench.ranks import read_ranks
-from bench.result import RunResult, Value
+from bench.result import METRICS, RunResult, Value
 from bench.sim.hardware import load
 from bench.spec import ROOT, RunSpec
 from bench.store import RunDir
@@ -64,11 +64,11 @@ def cache_dir() -> Path:
 def agent_command(
     spec: RunSpec, run: RunDir, module: str, launcher: Sequence[str], agent_args: Sequence[str]
 ) -> list[str]:
-    """The node agent: one on this machine, or one a node behind ``launcher`` (srun and its options)."""
+    """The node agent: one on this machine, or one a node behind ``launcher`` (srun, options, interpreter)."""
     where = ["--parent", str(os.getpid())] if not launcher else []
     nproc = [] if "--nproc" in agent_args else ["--nproc", str(spec.world_size)]
-    agent = [sys.executable, "-m", "bench.node", *nproc, *agent_args, *where, "--module", module]
-    return [*launcher, *agent, str(run.spec), str(run.path)]
+    agent = ["-m", "bench.node", *nproc, *agent_args, *where, "--module", module]
+    return [*(launcher or [sys.executable]), *agent, str(run.spec), str(run.path)]
 
 
 def measure(
@@ -95,6 +95,6 @@ def empty(spec: RunSpec, run: RunDir, ending: Ending) -> RunResult:
     result = RunResult(
         spec.run_id, ending.status, spec.to_dict(), run.repeat, engine=spec.engine, reason=ending.reason,
         first_failed_rank=ending.first_failed_rank, steps_requested=spec.config.train.steps,
-        world_size=spec.world_size, metrics={name: Value.none(name, why) for name in summary.METRICS},
+        world_size=spec.world_size, metrics={name: Value.none(name, why) for name in METRICS},
     )  # fmt: skip
     return replace(result, evidence={"error": ending.error} if ending.error else {})

@@ -21,6 +21,7 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
 from multiprocessing import forkserver
@@ -91,15 +92,36 @@ def start_fork_server(preload: list[str]) -> None:
         signal.signal(signum, old)
 
 
+def end_when_superseded(run: RunDir) -> None:
+    """End this node's processes, without a word, once another supervisor owns the run folder.
+
+    A scheduler that lost touch with a node starts the run anew elsewhere, while the old ranks live on.
+    """
+    mine = run.owner.read_bytes() if run.owner.exists() else None
+    while mine is None or (run.owner.exists() and run.owner.read_bytes() == mine):
+        time.sleep(1.0)
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def own_address(endpoint: str) -> str:
+    """The address by which this machine reaches ``HOST:PORT``, and so can be reached from there: node names of a
+    scheduler need not resolve. Connecting a UDP socket sends nothing."""
+    host, _, port = endpoint.rpartition(":")
+    family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as s:
+        s.connect(address)
+        return str(s.getsockname()[0])
+
+
 def launch(args: argparse.Namespace) -> int:
     """Run the ranks of this node; 0 when all ended well, else 1."""
     start_fork_server(PRELOAD if args.module == "trainer_core" else PRELOAD[:2])
 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.numa.binding import AffinityMode, NumaOptions
 
     run = RunDir(Path(args.run_dir))
-    alone = args.nnodes == 1
     config = LaunchConfig(
         min_nodes=args.nnodes,
         max_nodes=args.nnodes,
@@ -108,12 +130,14 @@ def launch(args: argparse.Namespace) -> int:
         rdzv_backend="c10d",
         rdzv_endpoint=args.rdzv_endpoint or "localhost:0",
         rdzv_configs={"timeout": args.rdzv_timeout},
-        local_addr="localhost" if alone and not args.rdzv_endpoint else None,
+        local_addr=own_address(args.rdzv_endpoint) if args.rdzv_endpoint else "localhost",
+        numa_options=None if args.numa == "none" else NumaOptions(AffinityMode(args.numa)),
         max_restarts=0,
         monitor_interval=0.1,
         start_method="forkserver",
     )
     forward(run, time.time())
+    threading.Thread(target=end_when_superseded, args=(run,), daemon=True).start()
     try:
         elastic_launch(config, rank_main)(args.module, args.spec, args.run_dir)
     except ChildFailedError as error:
@@ -130,6 +154,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rdzv-id", help="one id for all nodes of the run")
     p.add_argument("--rdzv-timeout", type=int, default=600, help="seconds to wait for all nodes")
     p.add_argument("--module", default="trainer_core", help="what a rank runs, as python -m MODULE SPEC RUN_DIR")
+    p.add_argument("--numa", default="none", help="bind a rank to its GPU's: node, socket, exclusive, core-complex")
     p.add_argument("--parent", type=int, help="end when this parent process does")
     p.add_argument("spec")
     p.add_argument("run_dir")

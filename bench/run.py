@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,13 +46,16 @@ def claim(spec: RunSpec, results: Path, sweep: str = "") -> RunDir:
 def execute(
     spec: RunSpec, folder: RunDir, *, launcher: Sequence[str] = (), agent_args: Sequence[str] = (),
     module: str = "trainer_core", on_progress: OnProgress | None = None, cancel: threading.Event | None = None,
+    keep: Callable[[RunResult], RunResult | None] | None = None,
 ) -> RunResult:  # fmt: skip
     """Run ``spec`` in a claimed folder and write result.json, last; an unfinished attempt there is gone on with.
 
-    ``launcher`` (srun and its options) and ``agent_args`` (--nnodes, --rdzv-endpoint, --rdzv-id, --nproc) start one
-    agent a node on other machines. Whatever happens here, an exception of our own included, a result is written.
+    ``launcher`` (srun, its options and the interpreter) and ``agent_args`` (--nnodes, --rdzv-endpoint, --rdzv-id,
+    --nproc) start one agent a node on other machines. ``keep`` has the last word on the result: None leaves the folder
+    to a later attempt. Else, whatever happens here, an exception of our own included, a result is written.
     """
     store.own(folder)
+    store.reserve(folder)
     cancel = cancel or threading.Event()
     started = datetime.now(UTC).isoformat(timespec="milliseconds")
     with cancel_on_signals(cancel):
@@ -78,8 +81,11 @@ def execute(
             result, repeat=folder.repeat, sweep=folder.sweep, started_at=started, code_id=code_id(spec.hardware.device),
             environment={**environment.capture(), **result.environment}, command=spec.command(),
         )  # fmt: skip
-        store.write_text(folder.result, result.to_json())
-    return result
+        final = keep(result) if keep else result
+        if final is None:
+            return result
+        store.write_result(folder, final)
+    return final
 
 
 def open_folder(path: Path) -> tuple[RunDir, RunSpec]:

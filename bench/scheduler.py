@@ -1,4 +1,4 @@
-"""What SLURM says about jobs: the one place that calls squeue, sacct, scancel and scontrol. No torch.
+"""What SLURM says about jobs: the one place that calls sbatch, squeue, sacct, scancel and scontrol. No torch.
 
 slurmctld (squeue) is the truth about live jobs; it forgets ended ones after MinJobAge. The accounting (sacct) remembers
 those, but lags by seconds, and many sites have none. So each question is put to both, in one call for all jobs.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import getpass
 import os
 import re
+import socket
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
@@ -16,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from bench.result import Status
+
 QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
-ENDINGS: dict[str, Literal["cancelled", "timeout", "oom"]] = {
+ENDINGS: dict[str, Status] = {
     "CANCELLED": "cancelled", "TIMEOUT": "timeout", "DEADLINE": "timeout", "OUT_OF_MEMORY": "oom",
 }  # fmt: skip
 """SLURM's terminal states that are a status of their own; a job that ended in any other without a result is lost."""
@@ -102,9 +105,9 @@ def jobs(ids: Iterable[str]) -> dict[str, Job]:
         return {}
     found: dict[str, Job] = {}
     for line in call(["squeue", "--me", "-h", "-r", "-t", "all", "-o", "%i|%T|%r|%N"]).splitlines():
-        job = Job(*line.split("|")[:3], nodes=line.split("|")[3])
-        if job.id in wanted:
-            found[job.id] = job
+        number, state, reason, nodes = line.split("|")[:4]
+        if number in wanted:
+            found[number] = Job(number, state, reason, nodes=nodes)
     ended = {i for i in wanted if i not in found or not found[i].live}
     if ended:
         remembered = _accounting(ended)
@@ -141,6 +144,14 @@ def find(name: str, since: float) -> str | None:
     return lines[0].split("_")[0].split(".")[0] if lines else None
 
 
+def submit(script: Path) -> str:
+    """Put a job script into the queue; the id of the job, of an array without the number of a task."""
+    found = re.match(r"\d+", call(["sbatch", "--parsable", str(script)]).strip().splitlines()[-1])
+    if not found:
+        raise SchedulerError(["sbatch", "--parsable", str(script)], "its output names no job id")
+    return found[0]
+
+
 def cancel(ids: Iterable[str]) -> None:
     """End jobs, queued or running; those that have ended already are left alone."""
     wanted = sorted(set(ids))
@@ -148,9 +159,24 @@ def cancel(ids: Iterable[str]) -> None:
         call(["scancel", *wanted[start : start + 500]])
 
 
+def signal_steps(job_id: str, name: str) -> None:
+    """Send a signal (``USR2``) to every process that srun started in the job, on all nodes; not to its batch script."""
+    call(["scancel", f"--signal={name}", job_id])
+
+
 def requeue(job_id: str) -> None:
     """Put a running job back into the queue; it keeps its id. Its processes are ended."""
     call(["scontrol", "requeue", job_id])
+
+
+def node_address(node: str) -> str:
+    """Where the node is reached: its name if that resolves here, else the address that SLURM itself uses."""
+    try:
+        socket.getaddrinfo(node, None)
+        return node
+    except OSError:
+        found = re.search(r"NodeAddr=(\S+)", call(["scontrol", "show", "node", node]))
+        return found[1] if found else "127.0.0.1"
 
 
 def cluster_name() -> str:
@@ -159,7 +185,7 @@ def cluster_name() -> str:
     return found[1] if found else ""
 
 
-def verdict(record: dict[str, Any], job: Job | None, now: float | None = None) -> tuple[str, str]:
+def verdict(record: dict[str, Any], job: Job | None, now: float | None = None) -> tuple[Status, str]:
     """(status, reason) of a run without a result, from its ``job.json`` and what the scheduler says of its job.
 
     ``queued`` and ``running`` are live; every other status is final, and the reason names job, state and log.
@@ -172,7 +198,7 @@ def verdict(record: dict[str, Any], job: Job | None, now: float | None = None) -
         return "lost", f"job {record['job_id']} vanished: the scheduler does not know it, and it left no result"
     if job.live:
         return job.live, f"job {job.id} {job.state}" + (f" ({job.reason})" if job.reason not in ("", "None") else "")
-    status: str = ENDINGS.get(job.state, "lost")
+    status: Status = ENDINGS.get(job.state, "lost")
     log = Path(record["log"])
     if status == "lost" and log.exists() and MEMORY_KILL.search(log.read_text(errors="replace")[-20_000:]):
         status = "oom"

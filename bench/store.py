@@ -22,6 +22,7 @@ from bench.spec import RunSpec
 
 RESULT, SPEC, STEPS, LOG, RANKS = "result.json", "spec.json", "steps.jsonl", "log.txt", "ranks"
 OWNER, JOB, AGENTS = "owner.json", "job.json", "agents.jsonl"
+RESERVE, RESERVE_BYTES = ".reserve", 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,21 @@ def write_text(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+def reserve(run: RunDir) -> None:
+    """Keep room for the result on the disk: a run that fills it can then still say so."""
+    with open(run.path / RESERVE, "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+
+
+def write_result(run: RunDir, result: RunResult) -> None:
+    """The last file of a run. Where the disk has no room left, the reason says so: most likely that is the cause."""
+    full = os.statvfs(run.path).f_bavail * os.statvfs(run.path).f_frsize < RESERVE_BYTES
+    (run.path / RESERVE).unlink(missing_ok=True)
+    if full and result.status != "ok":
+        result = replace(result, reason=f"no space left in {run.path}; {result.reason}")
+    write_text(run.result, result.to_json())
+
+
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a file that is perhaps still being written: a last line without its end is left out."""
     try:
@@ -199,8 +215,13 @@ def _row(run: RunDir) -> tuple[RunResult, str | None]:
     if not raw.strip():
         return _broken(run, "result.json is empty"), None
     constants: list[str] = []
+
+    def constant(text: str) -> float:
+        constants.append(text)
+        return math.nan
+
     try:
-        data = json.loads(raw, parse_constant=lambda text: constants.append(text) or math.nan)
+        data = json.loads(raw, parse_constant=constant)
         result = RunResult.from_dict(data)
     except (ValueError, TypeError, AttributeError) as error:
         return _broken(run, f"result.json is not a whole result: {error}"), None
@@ -234,7 +255,7 @@ def unfinished(run: RunDir) -> tuple[RunResult, str | None]:
     started = any(run.ranks.glob("*.jsonl"))
     status: Status = "running" if started else "queued"
     reason = None
-    if lives is None and run.job.exists():
+    if run.job.exists() and not lives:
         reason = "a scheduler's job: bench status asks it"
     elif not lives:
         status, reason = "lost", "it ended without a result: its supervisor is gone"

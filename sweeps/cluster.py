@@ -50,12 +50,12 @@ class Cluster:
     gpu_request: Literal["none", "gpus_per_node", "gres"] = "none"
     gpu_type: str | None = None
     gpus_per_node: int | None = None
-    sbatch_args: dict = field(default_factory=dict)
-    setup: list = field(default_factory=list)
-    container: list = field(default_factory=list)
+    sbatch_args: dict[str, Any] = field(default_factory=dict)
+    setup: list[str] = field(default_factory=list)
+    container: list[str] = field(default_factory=list)
     python: str | None = None
-    srun_args: list = field(default_factory=list)
-    env: dict = field(default_factory=dict)
+    srun_args: list[str] = field(default_factory=list)
+    env: dict[str, Any] = field(default_factory=dict)
     numa: Literal["none", "node", "socket", "exclusive", "core-complex"] = "none"
     array_parallelism: int = 64
     max_array: int = 1000
@@ -64,13 +64,13 @@ class Cluster:
 
     @classmethod
     def load(cls, name: str, changes: Mapping[str, Any] | None = None) -> Cluster:
-        """The cluster of a file with ``changes`` (field -> value). Raises ConfigError for what is unknown or no value."""
+        """The cluster of a file with ``changes`` (field -> value). Raises ConfigError for what is unknown."""
         path = CLUSTERS / f"{name}.yaml"
         if not path.exists():
             known = sorted(p.stem for p in CLUSTERS.glob("*.yaml"))
             near = difflib.get_close_matches(name, known, 1)
-            raise ConfigError([Problem("cluster", name, f"cluster={name} is not one of {', '.join(known)}; a new one is "
-                                       f"a file in {CLUSTERS.name}/", nearest=near[0] if near else None)])  # fmt: skip
+            message = f"cluster={name} is not one of {', '.join(known)}; a new one is a file in sweeps/conf/cluster"
+            raise ConfigError([Problem("cluster", name, message, nearest=near[0] if near else None)])
         data = {**(yaml.safe_load(path.read_text()) or {}), **(changes or {}), "name": name}
         cluster = from_dict(cls, data, "cluster.")
         problems = [*_line_breaks(cluster), *_too_small(cluster)]
@@ -95,7 +95,7 @@ class Cluster:
         return spec.world_size // per_node, per_node
 
     def sbatch_parameters(self, nodes: int, ranks: int) -> dict[str, Any]:
-        """submitit's parameters of a job of ``nodes`` x ``ranks``. One task a node is SLURM's default, so it is not asked."""
+        """submitit's parameters of a job of ``nodes`` x ``ranks``. One task a node is SLURM's own default."""
         p: dict[str, Any] = {k: getattr(self, k) for k in ("partition", "account", "qos", "constraint", "mem",
                                                             "cpus_per_task")}  # fmt: skip
         p |= {"nodes": nodes, "time": self.time_min, "exclusive": self.exclusive or None}
@@ -125,7 +125,7 @@ class Cluster:
 def _line_breaks(cluster: Cluster) -> list[Problem]:
     """A line break would end an ``#SBATCH`` line and start a command."""
     return [
-        Problem(f"cluster.{key}", value, f"cluster.{key}={value!r}: a line break can not stand in a job script's option")
+        Problem(f"cluster.{key}", value, f"cluster.{key}={value!r}: a line break can not stand in an option")
         for key, value in {**cluster.to_dict(), **cluster.sbatch_args}.items()
         if isinstance(value, str) and ("\n" in value or "\r" in value)
     ]

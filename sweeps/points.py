@@ -65,9 +65,16 @@ class OwnKeys:
     only: str | None = None
     cluster: str | None = None
     report: str | None = None
+    cluster_changes: dict[str, Any] = field(default_factory=dict)
 
 
-OWN = tuple(OwnKeys.__dataclass_fields__)
+OWN = tuple(name for name in OwnKeys.__dataclass_fields__ if name != "cluster_changes")
+CLUSTER = "cluster."
+"""``cluster.FIELD=VALUE`` changes a field of the chosen cluster."""
+
+
+def is_own(key: str) -> bool:
+    return key in OWN or key.startswith(CLUSTER)
 
 
 @dataclass(frozen=True)
@@ -84,8 +91,8 @@ class Point:
     @classmethod
     def build(cls, texts: Sequence[str]) -> Point:
         """Read and check one point; ``point=NAME`` and ``sweep=NAME`` among the texts place it."""
-        own = {o.key_or_group: str(plain(o.value())) for o in map(parse_override, texts) if o.key_or_group in OWN}
-        overrides = tuple(t for t in texts if parse_override(t).key_or_group not in OWN)
+        own = {o.key_or_group: str(plain(o.value())) for o in map(parse_override, texts) if is_own(o.key_or_group)}
+        overrides = tuple(t for t in texts if not is_own(parse_override(t).key_or_group))
         name, sweep = own.get("point", ""), own.get("sweep", ADHOC)
         try:
             spec = from_overrides(overrides)
@@ -113,7 +120,7 @@ def expand(arguments: Sequence[str]) -> list[list[str]]:
     point; of a key given twice the last counts. Raises ConfigError for what is no point of any sweep.
     """
     parsed = [parse_override(text) for text in arguments]
-    user = [o for o in parsed if o.key_or_group not in OWN]
+    user = [o for o in parsed if not is_own(o.key_or_group)]
     chosen = [name for o in parsed if o.key_or_group == "sweep" for name in _choices(o)]
     wanted = [name for o in parsed if o.key_or_group == "point" for name in _choices(o)]
     jobs: list[list[str]] = []
@@ -172,9 +179,11 @@ def _options(key: str) -> list[str]:
 
 def own_keys(arguments: Sequence[str]) -> OwnKeys:
     """The keys of a command line that are not the spec's. Raises ConfigError for an unknown value."""
-    values = {}
+    values: dict[str, Any] = {"cluster_changes": {}}
     for o in map(parse_override, arguments):
-        if o.key_or_group in OWN:
+        if o.key_or_group.startswith(CLUSTER):
+            values["cluster_changes"][o.key_or_group.removeprefix(CLUSTER)] = plain(o.value())
+        elif o.key_or_group in OWN:
             value = _choices(o)
             values[o.key_or_group] = None if value == [None] else ",".join(map(str, value))
     own = from_dict(OwnKeys, values)

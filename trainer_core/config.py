@@ -320,7 +320,8 @@ def _value(hint: Any, name: str, raw: Any, key: str, problems: list[Problem]) ->
         problems.append(Problem(key, raw, f"{key}={raw!r} is not one of {', '.join(map(str, choices))}",
                                 nearest=near[0] if near else None))  # fmt: skip
         return raw
-    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    allowed = [typing.get_origin(part) or part for part in parts]
     if type(raw) in allowed:
         return raw
     if float in allowed and type(raw) is int:

@@ -112,7 +112,8 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         started = time.monotonic()
         up(folder)
-        print(f"SLURM {version()[0]}.{version()[1]:02d} in {folder}, {time.monotonic() - started:.1f} s", file=sys.stderr)
+        took = time.monotonic() - started
+        print(f"SLURM {version()[0]}.{version()[1]:02d} in {folder}, {took:.1f} s", file=sys.stderr)
         print(f"export SLURM_CONF={folder}/slurm.conf")
         return 0
     except SlurmError as error:

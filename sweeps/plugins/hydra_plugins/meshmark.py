@@ -1,4 +1,4 @@
-"""Hydra's view of our sweeper and local launcher: Hydra takes plugins from the namespace package hydra_plugins only."""
+"""Hydra's view of our sweeper and launchers: Hydra takes plugins from the namespace package hydra_plugins only."""
 
 from __future__ import annotations
 
@@ -55,6 +55,25 @@ class LocalLauncher(Launcher):
         return []
 
 
+class SlurmLauncher(Launcher):
+    """Submits the points as job arrays and returns; ``dryrun`` names a folder for the job scripts instead."""
+
+    own: OwnKeys
+    exit_code = 0
+
+    def __init__(self, dryrun: str | None = None):
+        self.dryrun = dryrun
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.config = config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        from sweeps.slurm import launch
+
+        self.exit_code = launch(job_overrides, self.own, self.dryrun)
+        return []
+
+
 ConfigStore.instance().store(
     group="hydra/sweeper", name="meshmark", node={"_target_": f"{__name__}.MeshmarkSweeper"}, provider="meshmark"
 )
@@ -62,5 +81,11 @@ ConfigStore.instance().store(
     group="hydra/launcher",
     name="local",
     node={"_target_": f"{__name__}.LocalLauncher", "at_once": None},
+    provider="meshmark",
+)
+ConfigStore.instance().store(
+    group="hydra/launcher",
+    name="slurm",
+    node={"_target_": f"{__name__}.SlurmLauncher", "dryrun": None},
     provider="meshmark",
 )
