@@ -54,7 +54,7 @@ gate: $(READY)  ## compare this tree with BASE=revision; exit 1 on a regression,
 	@$(PY) -m bench pair --base $(BASE) --head HEAD -o $(RESULTS)/pair && $(PY) -m reports gate --base $(RESULTS)/pair --head $(RESULTS)/pair
 
 budgets: $(READY)  ## measure every promised time and size limit: build/budgets.json
-	@$(PY) -m pytest tests/budgets --timeout 1800
+	@$(PY) -m pytest -m budget --timeout 1800
 
 test: $(READY)  ## the whole test suite
 	@$(PY) -m pytest

@@ -273,12 +273,12 @@ def published_row(name: str) -> Published:
 def parse_override(text: str) -> Override:
     """``KEY=VALUE`` in Hydra's grammar. Raises ConfigError for anything else; a grid repeats its texts: cached."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import OverrideParseException
+    from hydra.errors import HydraException
 
     key, _, value = text.partition("=")
     try:
         parsed = OverridesParser.create().parse_override(text)
-    except OverrideParseException as error:
+    except HydraException as error:
         raise ConfigError([Problem(key, text, f"{text!r} is not KEY=VALUE: {error}. A value with commas, colons, "
                                    "braces, spaces or quotes goes in quotes: KEY='a, b'")]) from None  # fmt: skip
     if parsed.is_delete():

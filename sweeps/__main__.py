@@ -21,6 +21,7 @@ def main() -> None:
     from sweeps.schema import register
     from trainer_core.config import ConfigError
 
+    sys.argv[0] = "python -m sweeps"  # the name in usage messages
     # Hydra takes plugins only from the top-level namespace package hydra_plugins: ours lies inside this package.
     sys.path.insert(0, str(CONF.parent / "plugins"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of ending in Hydra's exit code 1

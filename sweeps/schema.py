@@ -11,7 +11,7 @@ import typing
 from typing import Any
 
 from bench.spec import RunSpec, groups
-from sweeps.points import OwnKeys
+from sweeps.points import OWN, OwnKeys
 from trainer_core.config import TrainConfig
 
 
@@ -21,7 +21,8 @@ def register() -> None:
 
     store = ConfigStore.instance()
     run_spec = [m for m in _members(RunSpec) if m[0] != "config"]
-    root = dataclasses.make_dataclass("Keys", [*_members(TrainConfig), *run_spec, *_members(OwnKeys)])
+    own = [m for m in _members(OwnKeys) if m[0] in OWN]
+    root = dataclasses.make_dataclass("Keys", [*_members(TrainConfig), *run_spec, *own])
     store.store(name="keys", node=root)
     for group, options in groups().items():
         for option, node in options.items():
