@@ -40,10 +40,10 @@ NVLink and 2.7 of 14 us over the network; LL sends a flag with every 4 bytes).""
 class Constants:
     """The calibrated fractions. The defaults are priors from the literature, before any fit.
 
-    ``gemm_bf16``, ``gemm_fp8``: of the dense peak at the clock that the power limit allows, for a GEMM of whole waves.
-    ``attention``: of the bf16 peak, forward. ``hbm``: of the memory bandwidth, streaming kernels. ``scale_up``,
-    ``scale_out``: of the link, large collectives. ``async_hidden``: share of a decomposed collective that its GEMM
-    hides. ``contention``: share of a collective's time that it takes from the compute beside it.
+    ``gemm_bf16`` (and wider dtypes), ``gemm_fp8``: of the dense peak of the dtype at the clock that the power limit
+    allows, for a GEMM of whole waves. ``attention``: of that peak, forward. ``hbm``: of the memory bandwidth, streaming
+    kernels. ``scale_up``, ``scale_out``: of the link, large collectives. ``async_hidden``: share of a decomposed
+    collective that its GEMM hides. ``contention``: share of a collective's time that it takes from the compute beside.
     """
 
     gemm_bf16: float = 0.75
@@ -125,7 +125,8 @@ class Cost:
         """Seconds of a fused attention; ``flops`` counts the causal triangle, the kernel computes whole blocks."""
         assert self.constants is not None
         _, _, _, q_len, kv_len, _, causal, backward = op.dims
-        rate = self.hardware.peak["bf16"] * self._clock * self.constants.attention
+        dtype = "fp32" if op.inputs and op.inputs[0][1] == "fp32" else "bf16"
+        rate = self.hardware.peak[dtype] * self._clock * self.constants.attention
         rate *= BACKWARD_ATTENTION if backward else 1.0
         blocks = 1 + ATTENTION_BLOCK / max(min(q_len, kv_len), ATTENTION_BLOCK) if causal else 1.0
         return op.flops * blocks / rate
@@ -151,6 +152,10 @@ class Cost:
             tree = (on_node - 1) * up_hop + math.ceil(math.log2(nodes)) * out_hop
             hops = steps * (min(ring, tree) if c.kind in ("all_reduce", "broadcast") else ring)
         return 2 * up_hop + min(latency * hops + max(up, out) / rate for latency, rate in PROTOCOLS)
+
+    def link(self, c: Collective) -> Literal["up", "out"]:
+        """The class of links that a collective is bound by."""
+        return "out" if self._span(c)[1] > 1 else "up"
 
     def _span(self, c: Collective) -> tuple[int, int]:
         if c.kind in ("send", "recv"):

@@ -160,7 +160,8 @@ class Trace:
 class Prices(Protocol):
     """What :mod:`bench.sim.schedule` asks of a cost model.
 
-    ``op`` returns seconds and what bounds the kernel; ``collective`` seconds alone on its links; ``contention`` is the
+    ``op`` returns seconds and what bounds the kernel; ``collective`` seconds alone on its links, and ``link`` the class of
+    the slowest of them (``up`` inside a node, ``out`` across nodes), on which collectives get in each other's way; ``contention`` is the
     share of an overlapped collective's time that it takes from compute; ``async_tp_hidden`` the share of a decomposed
     collective's time that its GEMM hides.
     """
@@ -171,3 +172,5 @@ class Prices(Protocol):
     def op(self, op: Op) -> tuple[float, Literal["compute", "memory", "launch"]]: ...
 
     def collective(self, collective: Collective) -> float: ...
+
+    def link(self, collective: Collective) -> str: ...
