@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any, Literal
 
 AUTO = -1
@@ -139,7 +140,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Dtypes of the sharded computation. ``param`` is what FSDP gathers and computes in, ``reduce`` what it reduces in."""
+    """Dtypes. ``param`` is what FSDP gathers and the model computes in, ``reduce`` what gradients are reduced in."""
 
     param: Literal["bf16", "fp32"] = "bf16"
     reduce: Literal["fp32", "bf16"] = "fp32"
@@ -287,8 +288,12 @@ def from_dict(cls: type[T], data: Mapping[str, Any], prefix: str = "") -> T:
     return typing.cast(T, value)
 
 
+_type_hints = cache(typing.get_type_hints)
+"""Evaluating the annotations takes a millisecond a class; a sweep reads thousands of plans."""
+
+
 def _read(cls: type, data: Mapping[str, Any], prefix: str, problems: list[Problem]) -> Any:
-    hints = typing.get_type_hints(cls)
+    hints = _type_hints(cls)
     known = [f.name for f in fields(cls)]
     if not isinstance(data, Mapping):
         problems.append(Problem(prefix.rstrip("."), data, f"{prefix.rstrip('.')}={data!r}: a group of keys is needed, "
@@ -298,8 +303,8 @@ def _read(cls: type, data: Mapping[str, Any], prefix: str, problems: list[Proble
     for key, raw in data.items():
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
-            problems.append(Problem(f"{prefix}{key}", raw, f"unknown key {prefix}{key}; valid keys: "
-                            + ", ".join(prefix + k for k in known), nearest=prefix + near[0] if near else None))  # fmt: skip
+            message = f"unknown key {prefix}{key}; valid keys: {', '.join(prefix + k for k in known)}"
+            problems.append(Problem(f"{prefix}{key}", raw, message, nearest=prefix + near[0] if near else None))
         elif dataclasses.is_dataclass(hints[key]):
             values[key] = _read(typing.cast(type, hints[key]), raw, f"{prefix}{key}.", problems)
         else:

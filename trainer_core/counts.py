@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trainer_core.config import ModelConfig, TrainConfig
 
 GIB = 1024**3
@@ -53,11 +55,12 @@ def torchtitan_flops_per_token(m: ModelConfig, seq_len: int) -> float:
 def recompute_flops_per_token(c: TrainConfig, causal: bool) -> float:
     """Extra forward FLOPs a token that activation checkpointing spends: they enter HFU, never MFU.
 
-    ``full`` recomputes every block, ``every_k`` one in k, ``selective`` every second matmul of a block (attention and
-    the other matmuls are kept). The output projection is outside the blocks.
+    ``full`` recomputes every block but its last matmul (nothing needs w2's output again, so torch stops before it),
+    ``every_k`` one block in k, ``selective`` every second matmul of a block (attention and the other matmuls are
+    kept). The output projection is outside the blocks.
     """
     m = c.model
-    matmuls = 2 * (block_params(m) - 2 * m.dim)
+    matmuls = 2 * (block_params(m) - 2 * m.dim - m.dim * m.ffn_dim)
     attention = attention_flops_per_token(m, c.data.seq_len, causal) / m.layers
     if c.ac.mode == "full":
         return m.layers * (matmuls + attention)
@@ -86,7 +89,7 @@ def state_gib(c: TrainConfig) -> dict[str, float]:
     return {**gib, "total": sum(gib.values())}
 
 
-def float8_layers(c: TrainConfig) -> dict[str, list]:
+def float8_layers(c: TrainConfig) -> dict[str, list[Any]]:
     """Which linear layers Float8 converts, and why the others are skipped."""
     kinds = ("attention.wq", "attention.wk", "attention.wv", "attention.wo", "ffn.w1", "ffn.w3", "ffn.w2")
     names = [f"layers.{i}.{kind}" for i in range(c.model.layers) for kind in kinds]

@@ -28,12 +28,11 @@ import numpy as np
 import torch
 
 from trainer_core.config import TrainConfig, invalid
+from trainer_core.rules import MIN_TEXT_VOCAB
 
 IGNORE_INDEX = -100
 """The label of a position that carries no loss (torch's cross_entropy default)."""
 END_OF_DOCUMENT = "<|end_of_document|>"
-MIN_VOCAB = 257
-"""256 bytes and the end-of-document token."""
 BPE_BYTES = 8_000_000
 """The tokenizer is trained on the first so many bytes of a corpus."""
 TEXT_BYTES = {"stdlib": 8_000_000, "c4": 64_000_000}
@@ -95,9 +94,9 @@ def open_corpus(config: TrainConfig, cache: Path | None = None) -> Corpus:
         row, digest, entropy, unigram = synthetic(config.model.vocab_size, config.data.seq_len, config.train.seed)
         return Corpus(digest, unigram, entropy, row, *sizes)
     vocab = config.model.vocab_size
-    if vocab < MIN_VOCAB:
-        message = f"model.vocab_size={vocab}: a byte-level vocabulary has at least {MIN_VOCAB} tokens"
-        raise invalid("model.vocab_size", vocab, message, "data.corpus", MIN_VOCAB)
+    if vocab < MIN_TEXT_VOCAB:
+        message = f"model.vocab_size={vocab}: a byte-level vocabulary has at least {MIN_TEXT_VOCAB} tokens"
+        raise invalid("model.vocab_size", vocab, message, "data.corpus", MIN_TEXT_VOCAB)
     folder = tokenized(lambda: documents(kind, Path(path), cache or cache_folder()), vocab, cache or cache_folder())
     meta = json.loads((folder / "meta.json").read_text())
     tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
