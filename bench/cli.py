@@ -29,6 +29,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "validate": ("bench.describe", "validate", "whether a plan can run, and what is nearest to it"),
     "mfu": ("bench.mfu", "", "utilisation that a throughput means"),
     "status": ("bench.status", "", "every point of a results folder: queued, running, done, failed, lost"),
+    "calibrate": ("bench.sim.calibrate", "", "measure this device and write its hardware file"),
+    "fidelity": ("bench.sim.fidelity", "", "predicted against published: errors, intervals, constants"),
     "doctor": ("bench.doctor", "", "is this machine fit to measure?"),
 }
 """Name -> (module, prefix of its two functions, help)."""

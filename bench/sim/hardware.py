@@ -54,6 +54,9 @@ QUANTITIES: dict[str, tuple[str, ...]] = {
 
 OPTIONAL = ("peak.fp8", "peak.mxfp8", "peak.tf32", "power.limit", "power.design")
 
+PLAIN = ("name", "kind", "capability", "reported_as", "calibrated.like")
+"""What is no quantity. ``reported_as``: the names under which the driver knows exactly this device."""
+
 
 @dataclass(frozen=True)
 class Constant:
@@ -98,6 +101,7 @@ class Hardware:
     scale_out: Links = Links(1.0, 0.0)
     oversubscription: float = 1.0
     constants: Mapping[str, Constant] = field(default_factory=dict)
+    reported_as: tuple[str, ...] = ()
 
 
 @cache
@@ -134,7 +138,7 @@ def read(path: Path) -> Hardware:
     values: dict[str, float] = {}
     constants: dict[str, Constant] = {}
     for key, (leaf, line) in leaves.items():
-        if key in ("name", "kind", "capability", "calibrated.like"):
+        if key in PLAIN:
             continue
         calibrated = key.startswith("calibrated.")
         if not calibrated and key not in QUANTITIES:
@@ -206,7 +210,16 @@ def _hardware(path: Path, leaves: Mapping[str, Any], v: Mapping[str, float],
         scale_out=Links(v["links.scale_out.bandwidth"], v["links.scale_out.latency"]),
         oversubscription=v["links.scale_out.oversubscription"],
         constants=constants,
+        reported_as=tuple(leaves["reported_as"]["value"]) if "reported_as" in leaves else (),
     )  # fmt: skip
+
+
+def reported(name: str) -> Hardware | None:
+    """The device that the driver calls ``name``, exactly; None for one without a file."""
+    from bench.spec import HARDWARE_DIR
+
+    devices = (load(path.stem) for path in sorted(HARDWARE_DIR.glob("*.yaml")))
+    return next((device for device in devices if name in device.reported_as), None)
 
 
 def resolve(ref: HardwareRef) -> Hardware:
