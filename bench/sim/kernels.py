@@ -11,7 +11,7 @@ from bench.sim.events import Op, OpKind, Phase, Tensor
 
 DTYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", torch.int64: "int64",
-    torch.int32: "int32", torch.int16: "int16", torch.int8: "int8", torch.uint8: "int8", torch.bool: "bool",
+    torch.uint64: "int64", torch.uint32: "int32", torch.int32: "int32", torch.int16: "int16", torch.int8: "int8", torch.uint8: "int8", torch.bool: "bool",
     torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.float8_e8m0fnu: "fp8",
 }  # fmt: skip
 

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from bench.sim.compiled import as_kernels
 from bench.sim.events import Trace
 from bench.sim.tracer import Group, Tracer, follow_layers, follow_modules, hooks
 from trainer_core import train
@@ -80,25 +81,32 @@ def reduced(config: TrainConfig, layers: int) -> TrainConfig:
 def trace_rank(config: TrainConfig, rank: int = 0, steps: int = STEPS, kind: str = "cuda") -> Trace:
     """Trace ``steps`` optimizer steps of ``rank`` in ``config``, at the depth that the config says."""
     device = torch.device("cpu")
-    with fake_world(rank, config.parallel.world_size), as_on_device(kind):
-        trainer = train.setup(config, device, init=False)
-        tracer = Tracer(groups_of(trainer.mesh))
-        tracer.trace.layers, tracer.trace.rank = config.model.layers, rank
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
+    tracer = Tracer()
+    tracer.trace.layers, tracer.trace.rank = config.model.layers, rank
+    with fake_world(rank, config.parallel.world_size), as_on_device(kind), without_collector():
+        with as_kernels(tracer, config):
+            trainer = train.setup(config, device, init=False)
+            tracer.groups = groups_of(trainer.mesh)
             with FakeTensorMode(allow_non_fake_inputs=True), hooks(tracer):
                 materialize(tracer, trainer)
-                for step in range(1, steps + 1):
-                    with tracer:
+                with tracer:
+                    for step in range(1, steps + 1):
                         tracer.mark("step", step)
                         trainer.train_step(step, batch(config, device))
-                with tracer:
                     tracer.mark("end")
-        finally:
-            if collecting:
-                gc.enable()
-        return tracer.trace
+    return tracer.trace
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """No garbage collection in between: what reference cycles keep alive must not depend on when it runs."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def materialize(tracer: Tracer, trainer: train.Trainer) -> None:
@@ -114,7 +122,7 @@ def materialize(tracer: Tracer, trainer: train.Trainer) -> None:
             number = tracer.follow(local(p), "params", owner.get(id(p), -1), initial=True)
             tracer.trace.storages[number].sharded = isinstance(p, DTensor)
         tracer.follow(model.rope, "buffers", -1, initial=True)
-        follow_modules(tracer, model)
+        follow_modules(tracer, model, skip="layers" if c.compile.enable else "")
         follow_layers(tracer, blocks)
 
 

@@ -11,8 +11,8 @@ import contextlib
 import re
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 import torch.cpu
@@ -47,20 +47,23 @@ class Tracer(TorchDispatchMode):
     ``groups``: process group name -> :class:`Group`. ``layer`` and ``module`` are set by hooks on the model.
     """
 
-    def __init__(self, groups: dict[str, Group]):
+    def __init__(self, groups: dict[str, Group] | None = None):
         super().__init__()
         self.trace = Trace()
-        self.groups = groups
+        self.groups = groups or {}
         self.paused = 0
         self.layer = -1
         self.modules: list[str] = []
         self.phase_: Phase = "other"
         self.backward_seen = False
+        self.compiled = False
+        self.overlap: Literal["", "async_tp"] = ""
         self._table: dict[Any, int] = {}
         self._live: dict[int, int] = {}  # address of the C++ storage -> storage number
         self._refs: dict[int, weakref.ref[Any]] = {}
         self._pending: dict[int, int] = {}  # address of a functional collective's output -> handle
         self._stream_numbers: dict[int, int] = {}
+        self._kept: list[Op] = []  # ops whose id() is a key of the table
         self._handles = 0
         self._info: dict[Any, tuple[str, str, tuple[int, ...], bool]] = {}
         self.storage_layer: list[int] = []
@@ -158,7 +161,15 @@ class Tracer(TorchDispatchMode):
         number = self._live.get(t.untyped_storage()._cdata)
         return -1 if number is None else self.storage_layer[number]
 
+    def leave_layers(self) -> None:
+        self.layer = -1
+
     # dispatch
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let dynamo compile under this mode."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -228,13 +239,22 @@ class Tracer(TorchDispatchMode):
                 self.trace.storages[number].sharded = True
         key = (
             name, tuple((tuple(t.shape), t.stride(), t.dtype) for t in inputs), len(args), phase, module, sharded,
-            kernels.is_causal(name, args, kwargs) if name in kernels.FLASH else None,
+            kernels.is_causal(name, args, kwargs) if name in kernels.FLASH else None, self.compiled,
         )  # fmt: skip
         index = self._table.get(key)
         if index is None:
-            index = self.intern(kernels.make_op(name, args, kwargs, outputs, phase, module, mutates, sharded))
-            self._table[key] = index
+            op = kernels.make_op(name, args, kwargs, outputs, phase, module, mutates, sharded)
+            index = self._table[key] = self.intern(replace(op, compiled=self.compiled))
         self.add(Event.OP, index, None, layer)
+
+    def launch(self, op: Op) -> None:
+        """A kernel that compiled code launches; its phase and module are those of now."""
+        key = (id(op), self.phase, self.modules[-1] if self.modules else "")
+        index = self._table.get(key)
+        if index is None:
+            index = self._table[key] = self.intern(replace(op, phase=key[1], module=key[2]))
+            self._kept.append(op)
+        self.add(Event.OP, index)
 
     def intern(self, entry: Op | Collective) -> int:
         index = self._table.get(entry)
@@ -265,7 +285,7 @@ class Tracer(TorchDispatchMode):
             size = max(sum(t.numel() * t.element_size() for t in ts) for ts in (inputs, outputs or inputs))
             dtype = kernels.describe(inputs[0])[1]
             module = self.modules[-1] if self.modules else ""
-            index = self.intern(Collective(kind, size, group.axis, group.size, group.stride, dtype, module, self.phase))
+            index = self.intern(Collective(kind, size, group.axis, group.size, group.stride, dtype, module, self.phase, self.overlap))
             self._start(index, group, functional, kind, outputs)
         if kind == "reduce_scatter" and group.axis in ("fsdp", "dp_shard"):
             for t in inputs[:1]:
@@ -385,49 +405,51 @@ def _patch_streams(tracer: Tracer, patch: Callable[[Any, str, Any], None]) -> No
     patch(torch.cpu.Event, "record", record)
 
 
-def follow_modules(tracer: Tracer, model: nn.Module) -> list[Any]:
-    """Module paths in forward, and the layer at work in forward and backward; returns the hooks' handles.
-
-    A layer's backward begins when the gradient of its output arrives and ends when that of its input is done.
-    """
-    handles: list[Any] = []
+def follow_modules(tracer: Tracer, model: nn.Module, skip: str = "") -> None:
+    """Keep the path of the module that runs its forward. ``skip``: a prefix whose submodules are left alone."""
     for name, module in model.named_modules():
+        if skip and name.startswith(skip):
+            continue
         path = re.sub(r"\._(checkpoint_wrapped_module|orig_mod)", "", name)
         path = re.sub(r"layers\.\d+", "layers.*", path) or "model"
-        handles.append(module.register_forward_pre_hook(lambda m, a, p=path: tracer.modules.append(p), prepend=True))
-        handles.append(module.register_forward_hook(lambda m, a, o: _pop(tracer.modules), always_call=True))
-    return handles
+        module.register_forward_pre_hook(lambda m, a, path=path: tracer.modules.append(path), prepend=True)
+        module.register_forward_hook(lambda m, a, out: _pop(tracer.modules), always_call=True)
 
 
 def _pop(stack: list[str]) -> None:
     stack.pop()
 
 
-def follow_layers(tracer: Tracer, blocks: list[nn.Module]) -> list[Any]:
-    """Set ``tracer.layer`` while a block's forward and backward run."""
-    handles = []
-    for number, block in enumerate(blocks):
+def follow_layers(tracer: Tracer, blocks: list[nn.Module]) -> None:
+    """Set ``tracer.layer`` while a block's forward and backward run.
 
-        def enter(module: nn.Module, args: Any, number: int = number) -> None:
-            if torch._C._current_graph_task_id() == -1:
-                tracer.layer = number
-                _on_gradient(args[0], lambda: _leave(tracer, number))
+    A layer's backward begins when the gradient of its output arrives and ends when that of its input is done. The
+    block's class is replaced, since a hook on a compiled block would become part of its graph.
+    """
+    numbers = {id(block): number for number, block in enumerate(blocks)}
+    classes: dict[type, type] = {}
 
-        def leave(module: nn.Module, args: Any, out: Any, number: int = number, last: bool = block is blocks[-1]) -> None:
-            if torch._C._current_graph_task_id() == -1:
-                _on_gradient(out, lambda: setattr(tracer, "layer", number))
-                if last:
-                    tracer.layer = -1
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        number = numbers[id(self)]
+        tracer.layer = number
+        tracer.modules.append("layers.*")
+        if number == 0:
+            _on_gradient(args[0], tracer.leave_layers)
+        out = original(self)(*args, **kwargs)
+        tracer.modules.pop()
+        _on_gradient(out, lambda: setattr(tracer, "layer", number))
+        if number == len(blocks) - 1:
+            tracer.leave_layers()
+        return out
 
-        handles.append(block.register_forward_pre_hook(enter, prepend=True))
-        handles.append(block.register_forward_hook(leave))
-    return handles
+    def original(block: nn.Module) -> Any:
+        return super(type(block), block).__call__
 
-
-def _leave(tracer: Tracer, number: int) -> None:
-    """The input gradient of a layer is done: outside of blocks if it was the first; else the next one's hook follows."""
-    if number == 0:
-        tracer.layer = -1
+    for block in blocks:
+        cls = type(block)
+        if cls not in classes:
+            classes[cls] = type(cls.__name__, (cls,), {"__call__": call})
+        block.__class__ = classes[cls]
 
 
 def _on_gradient(t: Any, action: Callable[[], None]) -> None:
