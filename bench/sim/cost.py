@@ -157,10 +157,6 @@ class Cost:
         """The class of links that a collective is bound by."""
         return "out" if self._span(c)[1] > 1 else "up"
 
-    def link(self, c: Collective) -> str:
-        """The slowest class of links that the group crosses: ``up`` inside a domain, ``out`` across."""
-        return "out" if self._span(c)[1] > 1 else "up"
-
     def _span(self, c: Collective) -> tuple[int, int]:
         if c.kind in ("send", "recv"):
             return span(2, c.stride, self.hardware.domain)
