@@ -15,6 +15,8 @@ OOM = re.compile(
     r"Cannot allocate memory"
 )
 ILLEGAL = re.compile(r"illegal memory access")
+MEMORY_KILL = re.compile(r".*(exceeded memory limit|oom[-_ ]kill|out of memory handler).*", re.IGNORECASE)
+"""What SLURM writes into the log of a job that it ends for its memory: the job's state may be FAILED only."""
 SECONDARY = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|Connection refused|Socket|Timed out waiting|remote process exited|"
     r"Watchdog caught collective|NCCL communicator was aborted|DistNetworkError|DistStoreError|failed to recv"
@@ -69,6 +71,9 @@ def classify(logs: list[RankLog], steps: int, world_size: int, outcome: Outcome)
     interrupted = next((log.interrupted for log in present if log.interrupted), None)
     if interrupted:
         return Ending("cancelled", f"interrupted after step {interrupted['step']}, a checkpoint is kept")
+    killed = MEMORY_KILL.search(outcome.log_tail)
+    if killed:
+        return Ending("oom", f"the scheduler ended the run for its memory: {killed[0].strip()[:300]}")
     return _failure(present, outcome) or _silent(present, steps, world_size, outcome)
 
 

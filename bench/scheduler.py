@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from bench.endings import MEMORY_KILL
 from bench.result import Status
 
 QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
@@ -25,9 +26,6 @@ ENDINGS: dict[str, Status] = {
     "CANCELLED": "cancelled", "TIMEOUT": "timeout", "DEADLINE": "timeout", "OUT_OF_MEMORY": "oom",
 }  # fmt: skip
 """SLURM's terminal states that are a status of their own; a job that ended in any other without a result is lost."""
-
-MEMORY_KILL = re.compile("exceeded memory limit|oom[-_ ]kill|out of memory handler", re.IGNORECASE)
-"""What slurmstepd writes into the job's log where the state is only FAILED (memory limits without cgroups)."""
 
 SUBMIT_GRACE_S = 120.0
 """How long a run may wait for the job id of a submission that has begun."""
@@ -46,6 +44,7 @@ ADVICE = {
     "invalid feature": "choose one that `sinfo -o '%N %f'` lists: cluster.constraint=NAME",
     "unrecognized option": "this SLURM does not know an option of cluster.sbatch_args or cluster.srun_args",
     "unable to contact slurm controller": "slurmctld does not answer: is SLURM_CONF right? (`scontrol ping`)",
+    "could not establish a configuration source": "this machine is not set up for a SLURM: set SLURM_CONF",
     "job violates accounting/qos policy": "more jobs or resources than the account may have: see `sacctmgr show qos`",
 }
 """Part of a scheduler's message, in lower case -> what to change."""

@@ -11,6 +11,7 @@ import typing
 from typing import Any
 
 from bench.spec import RunSpec, groups
+from sweeps.cluster import Cluster
 from sweeps.points import OWN, OwnKeys
 from trainer_core.config import TrainConfig
 
@@ -21,8 +22,9 @@ def register() -> None:
 
     store = ConfigStore.instance()
     run_spec = [m for m in _members(RunSpec) if m[0] != "config"]
-    own = [m for m in _members(OwnKeys) if m[0] in OWN]
-    root = dataclasses.make_dataclass("Keys", [*_members(TrainConfig), *run_spec, *own])
+    own = [m for m in _members(OwnKeys) if m[0] in OWN and m[0] != "cluster"]
+    cluster = ("cluster", Any, dataclasses.field(default_factory=lambda: Cluster().to_dict()))
+    root = dataclasses.make_dataclass("Keys", [*_members(TrainConfig), *run_spec, *own, cluster])
     store.store(name="keys", node=root)
     for group, options in groups().items():
         for option, node in options.items():

@@ -8,7 +8,6 @@ It supervises the run as ``bench run`` does at home; srun starts one node agent 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -32,6 +31,8 @@ from bench.store import RunDir
 from sweeps.cluster import Cluster
 
 POLL_S = 1.0
+GOES_ON = 75
+"""Exit code of an attempt that leaves the run to a later one (EX_TEMPFAIL of sysexits.h)."""
 FENCE_S = 5.0
 """A new attempt waits so long for processes of an earlier one to see that it has taken over."""
 FIRST_PORT, PORTS = 20_000, 10_000
@@ -52,20 +53,32 @@ class Task:
     interrupted: bool = False
     ending: bool = False
     owner: bytes = b""
+    began: float = field(default_factory=time.time)
 
     def keep(self, result: RunResult) -> RunResult | None:
         """The result to store, or None where the run goes on in a later attempt or the scheduler knows its ending."""
         if self.superseded or self.ending:
             return None
-        stopped = any(log.interrupted for log in read_ranks(self.run)) and result.status == "cancelled"
-        if not stopped:
+        if result.status == "ok":
             return result
-        if self.attempt >= self.cluster.max_attempts:
-            return replace(result, status="timeout", reason=f"{result.reason}; given up after {self.attempt} attempts "
-                           f"(cluster.max_attempts={self.cluster.max_attempts})")  # fmt: skip
+        try:
+            return self.judge(result)
+        except scheduler.SchedulerError as error:
+            return replace(result, reason=f"{result.reason}; the scheduler could not be asked: {error.message}")
+
+    def judge(self, result: RunResult) -> RunResult | None:
+        """As :meth:`keep`, of a run that is not ok. A job that does not run any more has lost a node, or was ended."""
         job = scheduler.jobs([self.job_id]).get(self.job_id)
-        if job is not None and job.state == "RUNNING":
-            scheduler.requeue(self.job_id)
+        if job is not None and job.state != "RUNNING":
+            return None
+        stopped = self.interrupted or any(log.interrupted for log in read_ranks(self.run))
+        if result.status != "cancelled" or not stopped:
+            return result
+        limit = self.cluster.max_attempts
+        if self.attempt >= limit:
+            reason = f"{result.reason}; given up after {self.attempt} attempts (cluster.max_attempts={limit})"
+            return replace(result, status="timeout", reason=reason)
+        scheduler.requeue(self.job_id)
         return None
 
     @property
@@ -99,8 +112,17 @@ class Task:
                 self.cancel.set()
             if self.interrupted and not told:
                 told = True
-                with contextlib.suppress(scheduler.SchedulerError):  # the ranks' own share of the signal may suffice
-                    scheduler.signal_steps(self.job_id, "USR2")
+                self.ask_for_checkpoint()
+
+    def ask_for_checkpoint(self) -> None:
+        """Pass the warning on to the ranks of all nodes; where none has begun there is nothing to keep."""
+        if not any(log.started_since(self.began) for log in read_ranks(self.run)):
+            self.cancel.set()
+            return
+        try:
+            scheduler.signal_steps(self.job_id, "USR2")
+        except scheduler.SchedulerError as error:  # the job then runs into its limit, as without a warning
+            print(error, file=sys.stderr, flush=True)
 
 
 def agent_arguments(task: Task) -> list[str]:
@@ -155,7 +177,9 @@ def main(arguments: Sequence[str]) -> int:
     if task.attempt > 1:
         time.sleep(FENCE_S)
     task.execute()
-    return 0
+    if not task.run.result.exists():
+        return GOES_ON
+    return 0 if store.load_result(task.run).status == "ok" else 1
 
 
 if __name__ == "__main__":
