@@ -268,6 +268,8 @@ _ALIASES = {
     ("float8", False): "off",
     ("float8", None): "off",
     ("mode", None): "none",
+    ("profile", True): "on",
+    ("profile", False): "off",
 }
 """YAML reads ``on``, ``off`` and ``none`` as booleans and null; what a person meant by them, per key."""
 
