@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "status": ("bench.status", "", "every point of a results folder: queued, running, done, failed, lost"),
     "calibrate": ("bench.sim.calibrate", "", "measure this device and write its hardware file"),
     "fidelity": ("bench.sim.fidelity", "", "predicted against published: errors, intervals, constants"),
+    "cancel": ("bench.cancel", "", "end every job and run of a results folder"),
     "doctor": ("bench.doctor", "", "is this machine fit to measure?"),
 }
 """Name -> (module, prefix of its two functions, help)."""

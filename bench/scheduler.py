@@ -13,7 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,6 +60,10 @@ class SchedulerError(RuntimeError):
         super().__init__(f"{self.message}\n  command: {' '.join(command)}\n  what to do: {self.advice}")
 
 
+GONE = "GONE"
+"""Our own word for a task of a known array that the scheduler says nothing of."""
+
+
 @dataclass(frozen=True)
 class Job:
     """One job or array task, as the scheduler sees it now."""
@@ -102,26 +106,53 @@ def jobs(ids: Iterable[str]) -> dict[str, Job]:
     wanted = set(ids)
     if not wanted:
         return {}
-    found: dict[str, Job] = {}
-    for line in call(["squeue", "--me", "-h", "-r", "-t", "all", "-o", "%i|%T|%r|%N"]).splitlines():
-        number, state, reason, nodes = line.split("|")[:4]
-        if number in wanted:
-            found[number] = Job(number, state, reason, nodes=nodes)
+    lines = call(["squeue", "--me", "-h", "-r", "-t", "all", "-o", "%i|%T|%r|%N"]).splitlines()
+    rows = [line.split("|") for line in lines]
+    found = _assign(wanted, [Job(number, state, reason, nodes=nodes) for number, state, reason, nodes in rows])
     ended = {i for i in wanted if i not in found or not found[i].live}
     if ended:
-        remembered = _accounting(ended)
+        mains = ",".join(sorted({main_id(i) for i in ended}))
+        rows = [line.split("|") for line in _sacct(["-j", mains, "-o", "JobID,State,ExitCode,NodeList"])]
+        remembered = _assign(ended, [
+            Job(number, state.split()[0], state.partition(" ")[2], exit_code, nodes)  # "CANCELLED by 1000" is a state
+            for number, state, exit_code, nodes in rows if state
+        ])  # fmt: skip
         found |= {i: job for i, job in remembered.items() if i not in found or not job.live}
     return found
 
 
-def _accounting(ids: set[str]) -> dict[str, Job]:
-    mains = ",".join(sorted({i.split("_")[0] for i in ids}))
-    found = {}
-    for line in _sacct(["-j", mains, "-o", "JobID,State,ExitCode,NodeList"]):
-        number, state, exit_code, nodes = line.split("|")[:4]
-        if number in ids and state:  # "CANCELLED by 1000" is a state too
-            found[number] = Job(number, state.split()[0], state.partition(" ")[2], exit_code, nodes)
+def main_id(job_id: str) -> str:
+    """The id of the whole array: ``12`` of ``12_3``."""
+    return job_id.partition("_")[0]
+
+
+def _assign(wanted: set[str], told: Sequence[Job]) -> dict[str, Job]:
+    """Give every wanted task the row that speaks of it.
+
+    Tasks that were cancelled in the queue have no row of their own, but one together, ``12_[3-9%2]`` or ``12``, or none
+    at all: of a task of a known array that no row speaks of we know only that it has left the queue.
+    """
+    exact = {job.id: job for job in told}
+    found = {i: exact[i] for i in wanted & exact.keys()}
+    known = {main_id(job.id) for job in told}
+    shared = [job for job in told if "[" in job.id or "_" not in job.id]
+    for i in wanted - found.keys():
+        main, _, task = i.partition("_")
+        matching = [job for job in shared if main_id(job.id) == main and _covers(job.id, task)]
+        if matching:
+            found[i] = replace(min(matching, key=lambda job: "[" not in job.id), id=i)
+        elif main in known:
+            found[i] = Job(i, GONE)
     return found
+
+
+def _covers(pattern: str, task: str) -> bool:
+    """Whether ``12_[3-5,9%2]`` or ``12`` speaks of the task."""
+    inside = re.search(r"\[([\d,-]+)", pattern)
+    if not inside or not task:
+        return not inside
+    ranges = [part.split("-") for part in inside[1].split(",")]
+    return any(int(r[0]) <= int(task) <= int(r[-1]) for r in ranges)
 
 
 def _sacct(arguments: Sequence[str]) -> list[str]:
@@ -152,10 +183,13 @@ def submit(script: Path) -> str:
 
 
 def cancel(ids: Iterable[str]) -> None:
-    """End jobs, queued or running; those that have ended already are left alone."""
-    wanted = sorted(set(ids))
-    for start in range(0, len(wanted), 500):  # stays below the limits on a command line
-        call(["scancel", *wanted[start : start + 500]])
+    """End jobs, queued or running; those that have ended already are left alone. One request an array."""
+    tasks: dict[str, list[str]] = {}
+    for main, _, task in (i.partition("_") for i in sorted(set(ids))):
+        tasks.setdefault(main, []).append(task)
+    named = [f"{main}_[{','.join(numbers)}]" if numbers[0] else main for main, numbers in tasks.items()]
+    if named:
+        call(["scancel", *named])
 
 
 def signal_steps(job_id: str, name: str) -> None:
@@ -199,6 +233,8 @@ def verdict(record: dict[str, Any], job: Job | None, now: float | None = None) -
         return job.live, f"job {job.id} {job.state}" + (f" ({job.reason})" if job.reason not in ("", "None") else "")
     status: Status = ENDINGS.get(job.state, "lost")
     log = Path(record["log"])
+    if job.state == GONE and not log.exists():
+        return "cancelled", f"job {job.id} left the queue before it began"
     if status == "lost" and log.exists() and MEMORY_KILL.search(log.read_text(errors="replace")[-20_000:]):
         status = "oom"
     what = " ".join(filter(None, (job.state, job.exit_code, job.reason if job.reason != "None" else "")))

@@ -101,7 +101,7 @@ def claim(results: Path, sweep: str, run_id: str) -> RunDir:
 def own(run: RunDir) -> None:
     """Say that this process is at work on the run: with no result and no living owner it is lost."""
     pid = os.getpid()
-    write_json(run.owner, {"host": socket.gethostname(), "pid": pid, "created": _created(pid)})
+    write_json(run.owner, {"host": socket.gethostname(), "pid": pid, "created": _created(pid)}, durable=False)
 
 
 def owner_lives(run: RunDir) -> bool | None:
@@ -123,17 +123,19 @@ def _created(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
-def write_json(path: Path, data: Any) -> None:
+def write_json(path: Path, data: Any, durable: bool = True) -> None:
     """Strict JSON, whole or not at all: written beside, flushed, renamed."""
-    write_text(path, json.dumps(finite(data), indent=1, allow_nan=False))
+    write_text(path, json.dumps(finite(data), indent=1, allow_nan=False), durable)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, durable: bool = True) -> None:
+    """``durable`` waits for the disk, so that the file outlives a crash of the machine."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     os.replace(temporary, path)
 
 

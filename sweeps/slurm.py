@@ -194,7 +194,7 @@ def submit(array: Array, cluster: Cluster, results: Path, where: str) -> str:
         assert point.spec is not None
         run = bench_run.claim(point.spec, results, point.sweep)
         task = {"task": len(runs), "log": str(folder / "none"), "code_id": code_id(point.spec.hardware.device)}
-        store.write_json(run.job, {**record, **task})
+        store.write_json(run.job, {**record, **task}, durable=False)
         runs.append(run)
     tasks = {"runs": [str(run.path) for run in runs], "nodes": array.nodes, "ranks": array.ranks}
     store.write_json(folder / TASKS, tasks)
@@ -206,7 +206,7 @@ def submit(array: Array, cluster: Cluster, results: Path, where: str) -> str:
         raise
     for number, run in enumerate(runs):
         names = {"job_id": f"{job_id}_{number}", "log": str(folder / f"{job_id}_{number}.log")}
-        store.write_json(run.job, {**json.loads(run.job.read_text()), **names})
+        store.write_json(run.job, {**json.loads(run.job.read_text()), **names}, durable=False)
     return job_id
 
 
