@@ -38,7 +38,7 @@ bench-405b: $(READY)  ## the published 405B rows, likewise
 bench-published: $(READY)  ## every published row, likewise
 $(PUBLISHED:%=bench-%): bench-%:
 ifdef CLUSTER
-	@$(PY) -m sweeps "published=glob('$(GLOB_$*)')" hydra/launcher=slurm cluster=$(CLUSTER) results=$(RESULTS)/bench-$* \
+	@$(PY) -m sweeps "published=glob('$(GLOB_$*)')" engine=measure hydra/launcher=slurm cluster=$(CLUSTER) results=$(RESULTS)/bench-$* \
 	  $(if $(DRYRUN),hydra.launcher.dryrun=build/sbatch)
 else
 	@$(PY) -m sweeps "published=glob('$(GLOB_$*)')" engine=simulate results=$(RESULTS)/bench-$*; code=$$?; \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -73,7 +74,7 @@ class Cluster:
             raise ConfigError([Problem("cluster", name, message, nearest=near[0] if near else None)])
         data = {**(yaml.safe_load(path.read_text()) or {}), **(changes or {}), "name": name}
         cluster = from_dict(cls, data, "cluster.")
-        problems = [*_line_breaks(cluster), *_too_small(cluster)]
+        problems = [*_line_breaks(cluster), *_too_small(cluster), *_bad_names(cluster)]
         if problems:
             raise ConfigError(problems)
         return cluster
@@ -83,6 +84,8 @@ class Cluster:
 
         Raises ConfigError where the ranks do not fill whole nodes.
         """
+        if spec.engine == "simulate":
+            return 1, 1
         hardware = load_hardware(spec.hardware.device)
         per_node = self.gpus_per_node or spec.hardware.gpus_per_node or hardware.gpus_per_node
         if spec.world_size <= per_node:
@@ -95,17 +98,18 @@ class Cluster:
         return spec.world_size // per_node, per_node
 
     def sbatch_parameters(self, nodes: int, ranks: int) -> dict[str, Any]:
-        """submitit's parameters of a job of ``nodes`` x ``ranks``. One task a node is SLURM's own default."""
-        p: dict[str, Any] = {k: getattr(self, k) for k in ("partition", "account", "qos", "constraint", "mem",
-                                                            "cpus_per_task")}  # fmt: skip
+        """submitit's parameters of a job of ``nodes`` x ``ranks``; None leaves an option out.
+
+        One task a node is SLURM's own default, so it is not asked for: some sites refuse the option.
+        """
+        same = ("partition", "account", "qos", "constraint", "mem", "cpus_per_task")
+        p: dict[str, Any] = {key: getattr(self, key) for key in same}
         p |= {"nodes": nodes, "time": self.time_min, "exclusive": self.exclusive or None}
-        kind = f"{self.gpu_type}:" if self.gpu_type else ""
-        if self.gpu_request == "gres":
-            p["gres"] = f"gpu:{kind}{ranks}"
-        extra = {k.replace("_", "-"): v for k, v in self.sbatch_args.items()}
-        if self.gpu_request == "gpus_per_node":
-            extra = {"gpus-per-node": f"{kind}{ranks}", **extra}
-        return {k: v for k, v in p.items() if v is not None} | {"additional_parameters": extra}
+        gpus = f"{self.gpu_type}:{ranks}" if self.gpu_type else str(ranks)
+        p["gres"] = f"gpu:{gpus}" if self.gpu_request == "gres" else None
+        extra = {"gpus-per-node": gpus} if self.gpu_request == "gpus_per_node" else {}
+        extra |= {k.replace("_", "-"): v for k, v in self.sbatch_args.items() if v not in (None, False)}
+        return {**p, "additional_parameters": extra}
 
     def setup_lines(self) -> list[str]:
         """Shell lines: the variables, quoted, then the site's own set-up as it stands."""
@@ -129,6 +133,17 @@ def _line_breaks(cluster: Cluster) -> list[Problem]:
         for key, value in {**cluster.to_dict(), **cluster.sbatch_args}.items()
         if isinstance(value, str) and ("\n" in value or "\r" in value)
     ]
+
+
+def _bad_names(cluster: Cluster) -> list[Problem]:
+    """What would be read as more than a name in the script."""
+    variables = [k for k in cluster.env if not re.fullmatch(r"[A-Za-z_]\w*", str(k), re.ASCII)]
+    options = [k for k in cluster.sbatch_args if not re.fullmatch(r"[a-z][\w-]*", str(k), re.ASCII)]
+    return [
+        *(Problem("cluster.env", k, f"cluster.env: {k!r} is not the name of a variable") for k in variables),
+        *(Problem("cluster.sbatch_args", k, f"cluster.sbatch_args: {k!r} is not an option's long name, without its "
+                  "dashes") for k in options),
+    ]  # fmt: skip
 
 
 def _too_small(cluster: Cluster) -> list[Problem]:

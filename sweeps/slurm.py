@@ -83,11 +83,10 @@ class Array:
         requeue = {"requeue" if cluster.max_attempts > 1 else "no-requeue": True}
         parameters = cluster.sbatch_parameters(self.nodes, self.ranks)
         extra = {**requeue, **parameters.pop("additional_parameters")}
-        path = f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}"
         command = f"exec {_python(cluster)} -m sweeps.task {shlex.quote(str(folder))}"
         return Script.text(
             folder, command, len(self.points), job_name=self.name, array_parallelism=cluster.array_parallelism,
-            setup=[*cluster.setup_lines(), path],
+            setup=[*cluster.setup_lines(), _our_path()],
             additional_parameters={"signal": f"B:USR2@{cluster.signal_s}", **extra}, **parameters,
         )  # fmt: skip
 
@@ -97,12 +96,16 @@ def _python(cluster: Cluster) -> str:
     return shlex.quote(sys.executable if cluster.container or not cluster.python else cluster.python)
 
 
+def _our_path() -> str:
+    return f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}"
+
+
 def arrays(runs: Sequence[Point], cluster: Cluster, prefix: str) -> list[Array]:
     """``runs`` by the nodes they need, in arrays of at most ``cluster.max_array``."""
     by_shape: dict[tuple[int, int], list[Point]] = defaultdict(list)
     for point in runs:
         assert point.spec is not None
-        by_shape[cluster.shape(point.spec) if point.spec.engine == "measure" else (1, 1)].append(point)
+        by_shape[cluster.shape(point.spec)].append(point)
     found: list[Array] = []
     for (nodes, ranks), points in by_shape.items():
         for start in range(0, len(points), cluster.max_array):
@@ -163,7 +166,7 @@ def write_scripts(found: Sequence[Array], cluster: Cluster, results: Path, folde
     for array in found:
         path = folder / f"{array.points[0].sweep}-{cluster.name}-{array.name}.sh"
         names = "".join(f"# task {i}: {p.name or p.run_id}\n" for i, p in enumerate(array.points))
-        path.write_text(array.script(results / JOBS / array.name, cluster) + names)
+        path.write_text(f"{array.script(results / JOBS / array.name, cluster)}\n{names}")
         print(path)
     return 0
 
@@ -231,9 +234,8 @@ def submit_report(ids: Sequence[str], cluster: Cluster, results: Path, prefix: s
     extra = {"output": f"{_percent(folder)}/%j.log", **parameters.pop("additional_parameters")}
     python, where, out = _python(cluster), shlex.quote(str(results)), shlex.quote(str(REPORT_DIR.resolve()))
     command = f"{python} -m bench status {where}; exec {python} -m reports build {where} -o {out}"
-    path = f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}"
     text = Script.text(
-        folder, command, 0, job_name=f"{prefix}-report", setup=[*cluster.setup_lines(), path],
+        folder, command, 0, job_name=f"{prefix}-report", setup=[*cluster.setup_lines(), _our_path()],
         dependency=f"afterany:{':'.join(ids)}", additional_parameters=extra, **parameters,
     )  # fmt: skip
     (folder / "job.sh").write_text(text)
