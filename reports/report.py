@@ -1,0 +1,202 @@
+"""Everything a report says, computed once; the page and the Markdown only write it down. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from bench.result import METRICS, Value
+from reports import compare, curves, figures, heatmap, interval, loss, plots, published, table
+from reports.compare import Advice, Effect
+from reports.loss import Parity, Precision
+from reports.notices import Notice, Place, find, places
+from reports.plots import Drawing
+from reports.points import MEMORY, WORDS, Point, load
+from reports.published import PublishedRow
+from reports.table import Row
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The answer for one workload: the fastest run and its gain over the plainest like run (None with the reason)."""
+
+    text: str
+    engine: str
+    best: Point | None
+    base: Point | None
+    gain: Value
+    ladder: tuple[Point, ...]
+    points: tuple[Point, ...]
+
+    @property
+    def failed(self) -> int:
+        return sum(not p.ok for p in self.points)
+
+
+@dataclass(frozen=True)
+class Report:
+    """``rows`` is parallel to ``points``; every number that is printed comes from it.
+
+    ``curves`` are the runs of the loss figures, ``inline_losses`` those figures without a legend (the page has one),
+    ``floor`` the relative noise of the loss between equal runs.
+    """
+
+    results: Path
+    out: Path
+    points: tuple[Point, ...]
+    rows: tuple[Row, ...]
+    headlines: tuple[Headline, ...]
+    effects: tuple[Effect, ...]
+    parity: tuple[Parity, ...]
+    precision: tuple[Precision, ...]
+    advice: dict[Point, Advice]
+    published: tuple[PublishedRow, ...]
+    notices: tuple[Notice, ...]
+    places: tuple[Place, ...]
+    drawings: tuple[Drawing, ...]
+    curves: tuple[Point, ...]
+    inline_losses: tuple[Drawing, ...]
+    floor: float | None
+
+    def failures(self) -> list[tuple[str, int, list[tuple[str, int, Point]]]]:
+        """(status, count, [(reason, count, first run)]), the most frequent first."""
+        by_status: dict[str, list[Point]] = {}
+        for p in self.points:
+            if not p.ok:
+                by_status.setdefault(p.status, []).append(p)
+        out = []
+        for status, members in sorted(by_status.items(), key=lambda kv: -len(kv[1])):
+            reasons = Counter(p.reason for p in members)
+            first = {p.reason: p for p in reversed(members)}
+            out.append((status, len(members), [(r, n, first[r]) for r, n in reasons.most_common()]))
+        return out
+
+    def link(self, point: Point, file: str = "") -> str:
+        return relative(point.head.path, self.out, file)
+
+
+def relative(folder: Path, out: Path, file: str = "") -> str:
+    """A link from the report to a file of a run's folder, percent-encoded."""
+    return quote(os.path.relpath(folder / file, out))
+
+
+def make(results: Path, out: Path) -> Report:
+    points = load(results)
+    parity = loss.parity(points)
+    advice = compare.advise(points, [p.point for p in parity if p.verdict == "deviates"])
+    headlines = _headlines(points)
+    points = [p for h in headlines for p in sorted(h.points, key=lambda p: -(advice[p].score or -1.0))]
+    verdicts = {p.point: p for p in parity}
+    rows = [_row(p, advice[p], verdicts.get(p), out) for p in points]
+    drawn, reference, floor = shown_curves(points, parity)
+    drawn = drawn[: figures.SERIES]
+    return Report(
+        results, out, tuple(points), tuple(rows), tuple(headlines), tuple(compare.effects(points)), tuple(parity),
+        tuple(loss.precision_losses(points)), advice, tuple(published.rows(points)), tuple(find(points)),
+        tuple(places(points)), (*_drawings(points, headlines), *curves.draw(drawn, reference, floor, legend=True)),
+        tuple(drawn), tuple(curves.draw(drawn, reference, floor, legend=False)), floor,
+    )  # fmt: skip
+
+
+def _row(p: Point, advice: Advice, parity: Parity | None, out: Path) -> Row:
+    """One line of the one table."""
+    flat, kind, memory = p.flat, *p.memory
+    row: Row = {
+        "run_id": p.run_id, "strategy": p.name, "model": flat["model.name"], "engine": WORDS.get(p.engine, p.engine),
+        "status": p.status, "gpus": p.result.world_size, "seq_len": flat["data.seq_len"],
+        "global_batch_size": flat["train.global_batch_size"], "n": p.tps.n, "level": p.tps.level,
+        "memory_gib": table.rounded(memory.value, "GiB"),
+        "memory_kind": None if memory.value is None else MEMORY[kind], "memory_rank": p.result.memory_rank,
+        "score": table.rounded(advice.score, "fraction"), "advice": advice.word,
+        "parity": parity.verdict if parity else None, "reason": p.reason, "repeats": len(p.runs),
+        "attempts": max(r.result.attempts for r in p.runs), "published": flat.get("published"),
+        "sweep": p.result.sweep, "device": flat["hardware.device"], "machine": p.scope.machine or None,
+        "code_id": p.result.code_id, "folder": os.path.relpath(p.head.path, out), "command": p.result.command,
+    }  # fmt: skip
+    for name in METRICS:
+        row |= table.figure_cells(name, p.metrics[name])
+    return row
+
+
+def _headlines(points: Sequence[Point]) -> list[Headline]:
+    """One a workload, the largest first; measured before simulated where they are as large."""
+    groups: dict[Hashable, list[Point]] = {}
+    for p in points:
+        groups.setdefault(compare.workload(p), []).append(p)
+    ordered = sorted(groups.values(), key=lambda g: (-len(g), g[0].simulated))
+    return [_headline(group) for group in ordered]
+
+
+def _headline(members: list[Point]) -> Headline:
+    flat, engine = members[0].flat, members[0].engine
+    where = f"{flat['parallel.world_size']} × {flat['hardware.device']}"
+    text = f"{flat['model.name']} · {where} · sequence {table.show(flat['data.seq_len'], 'count')}"
+    best = compare.fastest(members)
+    if best is None:
+        return Headline(text, engine, None, None, Value(reason="no successful run"), (), tuple(members))
+    rungs = compare.ladder(best, compare.Baselines(members))
+    if len(rungs) == 1:
+        why = "it is the plainest of its runs" if len(members) > 1 else "there is only this run"
+        none = Value(unit="ratio", reason=f"no like-for-like run with fewer techniques; {why}")
+        return Headline(text, engine, best, None, none, tuple(rungs), tuple(members))
+    return Headline(text, engine, best, rungs[0], interval.ratio(best.tps, rungs[0].tps), tuple(rungs), tuple(members))
+
+
+FOLLOWS = ("train.local_batch_size", "train.global_batch_size", "parallel.dp_shard", "parallel.dp_replicate")
+
+
+def _drawings(points: Sequence[Point], headlines: Sequence[Headline]) -> list[Drawing]:
+    """Every figure but the losses that these runs can fill; the map, ladder, memory and time of the first workload."""
+    out: list[Drawing] = []
+    main = next((h for h in headlines if h.best is not None), None)
+    if main is not None:
+        fast = sorted((p for p in main.points if p.ok and p.tps.value), key=lambda p: -(p.tps.value or 0.0))
+        x, y = heatmap.choose(main.points)
+        out.append(plots.heat("heatmap_tps", "TPS/GPU", "tokens/s", main.points, x, y, memory=False))
+        out.append(plots.heat("heatmap_memory", "Memory", "GiB", main.points, x, y, memory=True))
+        if len(main.ladder) > 1:
+            gains = [
+                interval.ratio(p.tps, main.ladder[0].tps) if p is not main.ladder[0] else Value(1.0)
+                for p in main.ladder
+            ]
+            out.append(plots.ladder(main.ladder, gains))
+        out += [d for d in (plots.memory(fast), plots.time(fast)) if d is not None]
+    for name, title, x_title, key, follows in (
+        ("scaling", "Scaling", "GPUs", "parallel.world_size", FOLLOWS),
+        ("microbatches", "Microbatches", "microbatches", "parallel.microbatches", FOLLOWS[:2]),
+        ("sequence", "Sequence length", "sequence", "data.seq_len", FOLLOWS[:2]),
+    ):
+        found = compare.series(points, key, follows)
+        if found:
+            out.append(plots.lines(name, title, x_title, key, found, ideal=name == "scaling"))
+    return out
+
+
+def shown_curves(points: Sequence[Point], parity: Sequence[Parity]) -> tuple[list[Point], Point | None, float | None]:
+    """(runs to draw, the reference first; the reference; relative noise floor of the loss).
+
+    The largest group with a reference, its worst deviations first; without a reference, the runs of one problem that
+    have losses.
+    """
+    groups: dict[Point, list[Parity]] = {}
+    for p in parity:
+        if p.reference is not None and p.loss is not None:
+            groups.setdefault(p.reference, []).append(p)
+    if groups:
+        reference, members = max(groups.items(), key=lambda kv: len(kv[1]))
+        members.sort(key=lambda p: -(p.loss or 0.0))
+        floor = loss.noise([reference, *(p.point for p in members)])
+        return [reference, *(p.point for p in members)], reference, floor[0] if floor else None
+    alike: dict[Hashable, list[Point]] = {}
+    for point in points:
+        if point.ok and point.engine == "measure":
+            alike.setdefault(loss.problem(point, precision=False), []).append(point)
+    for members_ in sorted(alike.values(), key=len, reverse=True):
+        shown = [p for p in members_[: 4 * plots.BARS] if loss.has_losses(p)]
+        if shown:
+            return shown, None, None
+    return [], None, None
