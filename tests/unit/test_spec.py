@@ -77,7 +77,8 @@ def test_everything_is_resolved():
 SAME = ["run.repeats=9", "run.repeat_as=run", "train.init_from=/somewhere"]
 OTHER = [
     "train.seed=1", "parallel.dp_shard=2", "parallel.tp=2", "hardware=h100_80g", "engine=simulate",
-    "compile.enable=true", "run.profile=on", "data.corpus=synthetic", "model.layers=4", "program.kv_expanded=true", "optim.lr=0.5",
+    "compile.enable=true", "run.profile=on", "data.corpus=synthetic", "model.layers=4", "optim.lr=0.5",
+    "program.kv_expanded=true",
 ]  # fmt: skip
 
 
