@@ -31,7 +31,8 @@ from types import FrameType
 from bench.ranks import read_ranks
 from bench.store import RunDir
 
-PRELOAD = ["torch", "torch.distributed", "trainer_core.train"]
+PRELOAD = ["bench.tether", "torch", "torch.distributed", "trainer_core.train"]
+"""What the fork server imports, once for all ranks."""
 INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables of an outer launcher that must not reach a rank."""
 
@@ -115,7 +116,7 @@ def own_address(endpoint: str) -> str:
 
 def launch(args: argparse.Namespace) -> int:
     """Run the ranks of this node; 0 when all ended well, else 1."""
-    start_fork_server(PRELOAD if args.module == "trainer_core" else PRELOAD[:2])
+    start_fork_server(PRELOAD if args.module == "trainer_core" else PRELOAD[:-1])
 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

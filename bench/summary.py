@@ -209,7 +209,7 @@ def memory_growth(steady: list[Row]) -> float | None:
         (statistics.fmean(x for x, _ in part), statistics.median(y for _, y in part))
         for part in (points[:third], points[-third:])
     )
-    return (y1 - y0) / y0 * 10 / (x1 - x0)
+    return float((y1 - y0) / y0 * 10 / (x1 - x0))
 
 
 def _final_loss(steps: list[Row]) -> Value:

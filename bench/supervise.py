@@ -26,6 +26,8 @@ POLL_S = 0.1
 MEMORY_POLL_S = 0.5
 GRACE_S = 2.0
 """Between SIGTERM and SIGKILL."""
+STACK_S = 0.1
+"""What a rank may take to print its stacks."""
 SETTLE_S = 8.0
 """How long the others may take to end after one rank failed, or to leave after all are done."""
 
@@ -181,12 +183,12 @@ class Watch:
         return f", after step {self.progress.step}" if self.progress.step else f" in phase {self.progress.phase}"
 
     def print_stacks(self) -> None:
-        """Have each rank of this machine print its stacks into the log: where it hangs."""
+        """Have each rank of this machine print its stacks into the log, one after the other: where it hangs."""
         here = os.uname().nodename
         for start in self.progress.ranks.values():
             if start["host"] == here and psutil.pid_exists(start["pid"]):
                 os.kill(start["pid"], signal.SIGUSR1)
-        time.sleep(0.3)
+                time.sleep(STACK_S)
 
 
 def supervise(

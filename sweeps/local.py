@@ -117,7 +117,7 @@ def launch(jobs: Sequence[Sequence[str]], own: OwnKeys, at_once: int | None = No
     runs = todo(points, stored, machine, own.only == "failed")
     context = multiprocessing.get_context("forkserver")
     simulated = any(p.spec and p.spec.engine == "simulate" for p in runs)
-    context.set_forkserver_preload(["bench.run", "bench.sim.engine"] if simulated else ["bench.run"])
+    context.set_forkserver_preload(["bench.tether", "bench.run", *(["bench.sim.engine"] if simulated else [])])
     with Display(points, runs) as display:
         crashed = Pool(results, Slots(at_once=at_once), display).run(runs)
     stored = read_rows(results, points)
