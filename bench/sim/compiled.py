@@ -9,15 +9,17 @@ value that its kernel keeps to itself is never allocated.
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from bench.sim import kernels
-from bench.sim.events import Collective, Event, Op
+from bench.sim.events import Collective, Event, Op, Storage
 from bench.sim.fusion import Kernel, Node, fuse
 from bench.sim.tracer import Tracer
 from trainer_core.config import TrainConfig
@@ -62,14 +64,135 @@ def as_kernels(tracer: Tracer, config: TrainConfig) -> Iterator[None]:
         finally:
             tracer.paused -= 1
 
-    original = torch.compile
+    from torch._functorch import partitioners
+
+    original, keep_random_state = torch.compile, partitioners.functionalize_rng_ops
     torch._dynamo.reset()
     torch.compile = lambda model, **options: original(model, backend=unseen, **options)
+    # attention counts as random; without dropout there is no state that its recomputation would have to restore
+    partitioners.functionalize_rng_ops = lambda joint, forward, backward, symbols: (forward, backward)
     try:
         yield
     finally:
-        torch.compile = original
+        torch.compile, partitioners.functionalize_rng_ops = original, keep_random_state
         torch._dynamo.reset()
+
+
+def _signature(x: Any) -> Any:
+    return (tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x
+
+
+@dataclass
+class _Output:
+    """How to make one output again: the ``source``-th input itself, a view of it, a new tensor in the memory of storage
+    ``storage``, or a plain value."""
+
+    source: int = -1
+    storage: int = -1
+    size: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    dtype: torch.dtype | None = None
+    itself: bool = False
+    value: Any = None
+
+
+class Recording:
+    """Watches one run of a graph, to make a :class:`Recipe` of it."""
+
+    def __init__(self, inputs: list[Any], tracer: Tracer):
+        self.tracer = tracer
+        self.start = len(tracer.trace.events)
+        self.first_storage, self.first_handle = len(tracer.trace.storages), tracer.handles
+        self.drops: list[tuple[int, int]] = []
+
+    def recipe(self, out: Any, sources: list[tuple[int, bool]]) -> Recipe | None:
+        """``sources``: for every output the input whose memory it is in (-1: none), and whether it is that input. None
+        where an output lies in memory that is neither an input's nor this run's."""
+        outputs = []
+        for t, source in zip(out, sources, strict=True):
+            made = self._output(t, *source)
+            if made is None:
+                return None
+            outputs.append(made)
+        events = self.tracer.trace.events
+        rows = list(zip(events.kind[self.start :], events.arg[self.start :], events.stream[self.start :], strict=True))
+        rows = [row for row in rows if row[0] != Event.FREE.value or row[1] >= self.first_storage]
+        kept = [i for i, k in enumerate(events.kind[self.start :], self.start)
+                if k != Event.FREE.value or events.arg[i] >= self.first_storage]  # fmt: skip
+        drops: dict[int, list[int]] = defaultdict(list)
+        for at, number in self.drops:
+            drops[bisect_left(kept, at)].append(number)
+        storages = self.tracer.trace.storages[self.first_storage :]
+        return Recipe(rows, dict(drops), outputs, storages, self.first_storage, self.first_handle, type(out))
+
+    def _output(self, t: Any, source: int, itself: bool) -> _Output | None:
+        if not isinstance(t, Tensor):
+            return _Output(value=t)
+        where = (tuple(t.shape), t.stride(), t.storage_offset(), t.dtype)
+        if source >= 0:
+            return _Output(source, -1, *where, itself=itself)
+        number = self.tracer.number(t)
+        return _Output(-1, number, *where) if number is not None and number >= self.first_storage else None
+
+
+@dataclass
+class Recipe:
+    """The events of one run of a graph, to be written again without running it."""
+
+    rows: list[tuple[int, int, int]]
+    drops: dict[int, list[int]]
+    outputs: list[_Output]
+    storages: list[Storage]
+    first_storage: int
+    first_handle: int
+    container: type
+
+    def repeat(self, inputs: list[Any], tracer: Tracer) -> Any:
+        """The same kernels, collectives and allocations on new inputs; new outputs of the same shapes."""
+        given = [inputs[o.source] if o.source >= 0 else None for o in self.outputs]
+        made: dict[int, Tensor] = {}
+        wanted = {o.storage for o in self.outputs if o.storage >= 0}
+        numbers: dict[int, int] = {}
+        handles: dict[int, int] = {}
+        for i, (kind, arg, stream) in enumerate(self.rows):
+            for dead in self.drops.get(i, ()):
+                inputs[dead] = None
+            if kind == Event.ALLOC.value:
+                storage = self.storages[arg - self.first_storage]
+                if arg in wanted:
+                    first = next(o for o in self.outputs if o.storage == arg)
+                    made[arg] = tracer.unseen(lambda o=first, n=storage.bytes: _memory(o, n))
+                    numbers[arg] = tracer.follow(made[arg])
+                else:
+                    numbers[arg] = tracer.allocate(storage)
+            elif kind == Event.FREE.value:
+                tracer.add(Event.FREE, numbers[arg], stream)
+            elif kind == Event.RECORD.value:
+                handles[arg] = tracer.record(stream)
+            elif kind == Event.WAIT.value:
+                tracer.add(Event.WAIT, handles.get(arg, arg), stream)
+            else:
+                tracer.trace.events.add(kind, arg, stream, tracer.layer)
+        inputs.clear()
+        return self.container(tracer.unseen(lambda: [_make(o, x, made) for o, x in zip(self.outputs, given)]))  # noqa: B905
+
+
+def _memory(o: _Output, size: int) -> Tensor:
+    """The tensor of an output, or where it is a part of its memory only, the whole memory as bytes."""
+    t = torch.empty_strided(o.size, o.stride, dtype=o.dtype)
+    return t if o.offset == 0 and t.untyped_storage().nbytes() == size else torch.empty(size, dtype=torch.uint8)
+
+
+def _make(o: _Output, source: Any, made: dict[int, Tensor]) -> Any:
+    if o.source < 0 and o.storage < 0:
+        return o.value
+    base = source if o.source >= 0 else made[o.storage]
+    if o.itself or (tuple(base.shape), base.stride(), base.dtype) == (o.size, o.stride, o.dtype):
+        return base
+    assert o.dtype is not None
+    base = base if base.dtype == o.dtype else base.flatten().view(o.dtype)
+    return base.as_strided(o.size, o.stride, o.offset)
 
 
 class Program:
@@ -84,6 +207,12 @@ class Program:
         self.kept = {v for v in map(self.values.get, _outputs(self.nodes)) if v is not None}
         self.kernels = fuse(entries, self.kept)
         self._plan(entries)
+        self.recipes: dict[Any, Recipe] = {}
+        inputs = [n for n in self.nodes if n.op == "placeholder"]
+        owner = {self.values[n]: i for i, n in reversed(list(enumerate(inputs))) if n in self.values}
+        number = {n: i for i, n in enumerate(inputs)}
+        self.sources = [(number.get(n, owner.get(self.values.get(n, -1), -1)), n in number)
+                        for n in _outputs(self.nodes)]  # fmt: skip
 
     def _entries(self) -> tuple[list[Node], dict[fx.Node, int]]:
         """The kernels' nodes for :func:`fuse`; views and getitem only pass their value on."""
@@ -130,6 +259,7 @@ class Program:
             nodes[last[k]]: kernel for k, kernel in enumerate(self.kernels) if k not in self.extern
         }
         self.alone = {nodes[self.kernels[k].members[0]] for k in self.extern}
+        self.alone |= {node for node in self.nodes if _name(node) == "wait_tensor"}
         self._plan_frees(readers, [nodes[p] for p in last])
 
     def _plan_frees(self, readers: dict[int, set[int]], launched_at: list[fx.Node]) -> None:
@@ -147,22 +277,36 @@ class Program:
                 self.drop[max(until.get(self.values[node], 0), index[node])].append(node)
 
     def __call__(self, args: list[Any]) -> Any:
-        """Run the graph. ``args`` is emptied, so that inputs die when they were needed last."""
-        env: dict[fx.Node, Any] = {}
-        inputs = iter(list(args))
+        """Run the graph, or repeat what a run with the same inputs left. ``args`` is emptied, so that inputs die when
+        they were needed last."""
+        inputs = list(args)
         args.clear()
+        key = (tuple(_signature(x) for x in inputs), self.tracer.phase, self.tracer.stream)
+        recipe = self.recipes.get(key)
+        if recipe is not None:
+            return recipe.repeat(inputs, self.tracer)
+        recording = Recording(inputs, self.tracer)
+        out = self._interpret(inputs, recording)
+        if (recipe := recording.recipe(out, self.sources)) is not None:
+            self.recipes[key] = recipe
+        return out
+
+    def _interpret(self, inputs: list[Any], recording: Recording) -> Any:
+        env: dict[fx.Node, Any] = dict(zip((n for n in self.nodes if n.op == "placeholder"), inputs, strict=True))
+        order = {node: i for i, node in enumerate(env)}
+        inputs.clear()
         compiled, self.tracer.compiled = self.tracer.compiled, True
         try:
             for i, node in enumerate(self.nodes):
-                if node.op == "placeholder":
-                    env[node] = next(inputs)
-                elif node.op == "output":
+                if node.op == "output":
                     return fx.node.map_arg(node.args[0], lambda n: env[n])
-                elif node.op == "get_attr":
+                if node.op == "get_attr":
                     env[node] = getattr(self.graph, str(node.target))
-                else:
+                elif node.op != "placeholder":
                     self._run(node, env)
                 for dead in self.drop.get(i, ()):
+                    if dead in order:
+                        recording.drops.append((len(self.tracer.trace.events), order[dead]))
                     env.pop(dead, None)
         finally:
             self.tracer.compiled = compiled
@@ -189,6 +333,12 @@ class Program:
             op = self.launch[node].op
             assert isinstance(op, Op)
             tracer.launch(op)
+
+
+def _name(node: fx.Node) -> str:
+    """``mm`` for aten.mm, ``getitem`` for operator.getitem."""
+    target = node.target
+    return kernels.name_of(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", "")
 
 
 def _is_kernel(node: fx.Node) -> bool:
@@ -226,9 +376,8 @@ def _number_values(nodes: list[fx.Node]) -> dict[fx.Node, int]:
 
 
 def _outputs(nodes: list[fx.Node]) -> list[fx.Node]:
-    out: list[fx.Node] = []
-    fx.node.map_arg(nodes[-1].args, out.append)
-    return out
+    """What the graph returns, in order; a plain value stands as the output node itself."""
+    return [n if isinstance(n, fx.Node) else nodes[-1] for n in nodes[-1].args[0]]
 
 
 def _op(node: fx.Node, reads: list[fx.Node]) -> Op | Collective:
@@ -246,10 +395,8 @@ def _beside_gemms(nodes: list[fx.Node]) -> set[fx.Node]:
     """All-gathers whose result feeds a GEMM and reduce-scatters of a GEMM's result: what async TP decomposes."""
     out = set()
     for node in nodes:
-        name = kernels.name_of(node.target) if isinstance(node.target, torch._ops.OpOverload) else ""
-        if name == "all_gather_into_tensor" and _reaches(node, lambda n: n.users):
-            out.add(node)
-        elif name == "reduce_scatter_tensor" and _reaches(node, lambda n: n.all_input_nodes):
+        name = _name(node)
+        if name == "all_gather_into_tensor" and _reaches(node, lambda n: n.users) or name == "reduce_scatter_tensor" and _reaches(node, lambda n: n.all_input_nodes):
             out.add(node)
     return out
 
@@ -258,8 +405,7 @@ def _reaches(start: fx.Node, following: Callable[[fx.Node], Any]) -> bool:
     seen, todo = set(), list(following(start))
     while todo:
         node = todo.pop()
-        target = node.target
-        name = kernels.name_of(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", "")
+        name = _name(node)
         if name in kernels.GEMMS:
             return True
         if name in _PASS_ON and node not in seen:

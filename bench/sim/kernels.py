@@ -37,8 +37,8 @@ FILLS = {"fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "
 REDUCTIONS = {
     "sum", "mean", "amax", "amin", "max", "min", "norm", "linalg_vector_norm", "var_mean", "_log_softmax", "_softmax",
     "_log_softmax_backward_data", "_softmax_backward_data", "logsumexp", "argmax", "nll_loss_forward", "any", "all",
-    "native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward", "prod", "_foreach_norm",
-    "cumsum", "logcumsumexp", "_foreach_max", "aminmax",
+    "native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward", "prod",
+    "_foreach_norm", "cumsum", "logcumsumexp", "_foreach_max", "aminmax",
 }  # fmt: skip
 EMBEDDINGS = {"embedding", "embedding_dense_backward", "index", "index_put", "index_put_", "_index_put_impl_", "gather",
               "scatter", "scatter_", "nll_loss_backward", "scatter_add", "index_add"}  # fmt: skip
@@ -81,7 +81,7 @@ def kind_of(name: str, phase: Phase) -> OpKind:
         return "gemm"
     if name in FLASH:
         return "attention"
-    if phase == "optim" and (name.startswith("_foreach") or name.startswith("_fused_adam")):
+    if phase == "optim" and name.startswith(("_foreach", "_fused_adam")):
         return "optimizer"
     for kind, names in (("copy", COPIES), ("reduction", REDUCTIONS), ("embedding", EMBEDDINGS)):
         if name in names:
@@ -147,6 +147,8 @@ def make_op(
     elif kind == "attention":
         dims = attention_dims(name, ins, is_causal(name, args, kwargs))  # type: ignore[assignment]
         flops = attention_flops(dims)
+    elif name == "all_gather_copy_in":  # the output is as long as all shards, only this rank's is copied
+        read = written = float(sum(map(nbytes, tensors(args[0]))))
     elif name == "embedding":
         read = written  # only the looked-up rows are touched
     elif name in ("nll_loss_forward", "gather"):

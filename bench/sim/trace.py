@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from bench.sim.compiled import as_kernels
 from bench.sim.events import Trace
 from bench.sim.tracer import Group, Tracer, follow_layers, follow_modules, hooks
-from trainer_core import train
+from trainer_core import parallel, train
 from trainer_core.config import TrainConfig
 from trainer_core.evidence import group_axes
 from trainer_core.mesh import Mesh
@@ -66,12 +66,14 @@ def as_on_device(kind: str) -> Iterator[None]:
     if kind != "cuda":
         yield
         return
-    original = F.scaled_dot_product_attention
+    attention, float8 = F.scaled_dot_product_attention, parallel.apply_float8
     F.scaled_dot_product_attention = flash
+    # real eight-bit GEMMs, not their emulation
+    parallel.apply_float8 = lambda model, precision, device_type: float8(model, precision, kind)
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = original
+        F.scaled_dot_product_attention, parallel.apply_float8 = attention, float8
 
 
 def reduced(config: TrainConfig, layers: int) -> TrainConfig:

@@ -64,7 +64,7 @@ class Tracer(TorchDispatchMode):
         self._pending: dict[int, int] = {}  # address of a functional collective's output -> handle
         self._stream_numbers: dict[int, int] = {}
         self._kept: list[Op] = []  # ops whose id() is a key of the table
-        self._handles = 0
+        self.handles = 0
         self._info: dict[Any, tuple[str, str, tuple[int, ...], bool]] = {}
         self.storage_layer: list[int] = []
 
@@ -101,9 +101,9 @@ class Tracer(TorchDispatchMode):
         self.add(Event.MARK, len(self.trace.marks) - 1, 0, -1)
 
     def record(self, stream: int, layer: int | None = None) -> int:
-        self._handles += 1
-        self.add(Event.RECORD, self._handles, stream, layer)
-        return self._handles
+        self.handles += 1
+        self.add(Event.RECORD, self.handles, stream, layer)
+        return self.handles
 
     # storages
 
@@ -152,6 +152,26 @@ class Tracer(TorchDispatchMode):
             self._allocate(key, after, category, None)
             if key not in self._refs:
                 self._refs[key] = weakref.ref(storage, lambda _, key=key: self._released(key))
+
+    def number(self, t: Tensor) -> int | None:
+        """The number of a storage that is followed, else None."""
+        return self._live.get(t.untyped_storage()._cdata)
+
+    def allocate(self, like: Storage) -> int:
+        """An allocation that no tensor stands for; the caller writes its FREE."""
+        number = len(self.trace.storages)
+        self.trace.storages.append(Storage(like.bytes, like.stream, like.category, like.sharded))
+        self.storage_layer.append(self.layer)
+        self.add(Event.ALLOC, number)
+        return number
+
+    def unseen(self, make: Callable[[], Any]) -> Any:
+        """What ``make`` returns, without a trace of it."""
+        self.paused += 1
+        try:
+            return make()
+        finally:
+            self.paused -= 1
 
     def is_sharded(self, t: Tensor) -> bool:
         number = self._live.get(t.untyped_storage()._cdata)
