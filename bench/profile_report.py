@@ -8,6 +8,7 @@ idle. A receive lasts from its posting, so pipeline bubbles show as exposed ``se
 
 from __future__ import annotations
 
+import argparse
 import bisect
 import gzip
 import json
@@ -27,6 +28,7 @@ CPU_COMM = re.compile(r"(_?c10d(_functional)?(_autograd)?)::|gloo:")
 KINDS = (
     ("all_gather", r"all_?gather"), ("reduce_scatter", r"reduce_?scatter"), ("all_reduce", r"all_?reduce"),
     ("all_to_all", r"all_?to_?all"), ("broadcast", r"broadcast"), ("send_recv", r"send|recv|PtoP"),
+    ("wait", r"wait_tensor"),
 )  # fmt: skip
 TOP = 15
 
@@ -152,7 +154,10 @@ def comm_kind(name: str) -> str:
 
 
 def operation_times(events: list[Event]) -> dict[str, tuple[float, int]]:
-    """Name -> (seconds, count): kernels of a GPU trace, else operators with their time outside the operators inside."""
+    """Name -> (seconds, count): kernels of a GPU trace, else operators without the time of the operators inside.
+
+    The autograd engine's wrappers are left out: their own time is Python.
+    """
     gpu = [e for e in events if e.get("cat") in GPU_CATEGORIES]
     out: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
 
@@ -164,7 +169,7 @@ def operation_times(events: list[Event]) -> dict[str, tuple[float, int]]:
         add(e["name"], e["dur"])
     threads: dict[Any, list[Event]] = defaultdict(list)
     for e in [] if gpu else events:
-        if e.get("cat") == "cpu_op":
+        if e.get("cat") == "cpu_op" and not e["name"].startswith("autograd::engine"):
             threads[e.get("tid")].append(e)
     for ops in threads.values():
         stack: list[list[Any]] = []
@@ -220,3 +225,23 @@ def clip(intervals: list[Interval], window: Interval) -> list[Interval]:
 
 def measure(intervals: list[Interval]) -> float:
     return sum(end - start for start, end in intervals)
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("run_dir", type=Path)
+    p.add_argument("--json", action="store_true")
+
+
+def main(args: argparse.Namespace) -> int:
+    """``bench profile-report``."""
+    from bench.cli import OK, UsageError, emit
+
+    try:
+        report = profile_report(args.run_dir)
+    except (FileNotFoundError, ValueError) as error:
+        raise UsageError(str(error)) from None
+    shares = [f"  {name:18} {'n/a' if v is None else f'{v:.4g}'}" for name, v in report["mean"].items()]
+    ops = [f"  {op['share']:6.1%}  {op['time_s']:.4f} s  {op['count']:6} x {op['name']}" for op in report["top_ops"]]
+    head = f"{report['steps']} steps, {len(report['ranks'])} ranks; mean over ranks:"
+    emit(report, args.json, "\n".join([head, *shares, "top operations:", *ops]))
+    return OK
