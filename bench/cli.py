@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "calibrate": ("bench.sim.calibrate", "", "measure this device and write its hardware file"),
     "fidelity": ("bench.sim.fidelity", "", "predicted against published: errors, intervals, constants"),
     "cancel": ("bench.cancel", "", "end every job and run of a results folder"),
+    "profile-report": ("bench.profile_report", "", "top operations, overlap and exposed communication of a profile"),
     "doctor": ("bench.doctor", "", "is this machine fit to measure?"),
 }
 """Name -> (module, prefix of its two functions, help)."""

@@ -37,6 +37,7 @@ def summarize(result: RunResult, spec: RunSpec, run: RunDir) -> RunResult:
     steps = merge(logs, spec)
     write_text(run.steps, "".join(json.dumps(finite(row), allow_nan=False) + "\n" for row in steps))
     figures, window, worst = metrics(steps, logs, spec, result)
+    figures |= profiled(spec, run)
     evidence = {**result.evidence, **merge_evidence(logs)}
     notes = [result.reason] if result.reason else []
     growth = memory_growth([s for s in steps if s["excluded"] is None])
@@ -142,7 +143,6 @@ def metrics(
         out["stability"] = _stability(steps)
     if steady:
         out |= _speed(steps, steady, spec)
-    out |= {name: _profiled(name, logs, spec) for name in ("exposed_comm_frac", "bubble_frac")}
     return out, window, worst
 
 
@@ -226,11 +226,19 @@ def _stability(steps: list[Row]) -> Value:
     return Value(float(found.count), n=len(steps), unit=METRICS["stability"].unit, reason=found.text)
 
 
-def _profiled(name: str, logs: list[RankLog], spec: RunSpec) -> Value:
-    """What only a profile shows; the trainer's evidence holds it after run.profile=on."""
-    value = next((log.evidence[name] for log in logs if log.evidence.get(name) is not None), None)
-    if value is not None:
-        return Value(float(value), n=1, unit=METRICS[name].unit)
-    if name == "bubble_frac" and spec.config.parallel.pp == 1:
-        return Value.none(name, "no pipeline (parallel.pp=1)")
-    return Value.none(name, "only a profile shows it: run.profile=on")
+def profiled(spec: RunSpec, run: RunDir) -> dict[str, Value]:
+    """What only a profile shows: mean over ranks."""
+    none = "no pipeline (parallel.pp=1)" if spec.config.parallel.pp == 1 else (
+        "a profile does not tell a bubble from another wait; engine=simulate predicts it")  # fmt: skip
+    out = {"bubble_frac": Value.none("bubble_frac", none)}
+    name = "exposed_comm_frac"
+    if spec.world_size == 1 or spec.run.profile == "off":
+        why = "one rank does not communicate" if spec.world_size == 1 else "only a profile shows it: run.profile=on"
+        return {**out, name: Value.none(name, why)}
+    from bench.profile_report import profile_report
+
+    try:
+        share = profile_report(run.path)["mean"][name]
+    except (FileNotFoundError, ValueError) as error:
+        return {**out, name: Value.none(name, str(error))}
+    return {**out, name: Value(share, n=1, unit="fraction", reason=None if share is not None else "not in the trace")}
