@@ -45,6 +45,8 @@ ADVICE = {
     "unrecognized option": "this SLURM does not know an option of cluster.sbatch_args or cluster.srun_args",
     "unable to contact slurm controller": "slurmctld does not answer: is SLURM_CONF right? (`scontrol ping`)",
     "could not establish a configuration source": "this machine is not set up for a SLURM: set SLURM_CONF",
+    "unable to process configuration file": "SLURM_CONF names no readable slurm.conf",
+    "is not on path": "go to a login node of the cluster, or bring up a local SLURM: eval \"$(make -s slurm-up)\"",
     "job violates accounting/qos policy": "more jobs or resources than the account may have: see `sacctmgr show qos`",
 }
 """Part of a scheduler's message, in lower case -> what to change."""
@@ -89,8 +91,7 @@ def call(command: Sequence[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=CALL_LIMIT_S, env={**env, "LC_ALL": "C"})
     except FileNotFoundError:
-        raise SchedulerError(command, f"{command[0]} is not on PATH: this machine can not reach a SLURM. Run it on a "
-                             "login node, or bring up a local one: eval \"$(make -s slurm-up)\"") from None  # fmt: skip
+        raise SchedulerError(command, f"{command[0]} is not on PATH") from None
     except subprocess.TimeoutExpired:
         raise SchedulerError(command, f"no answer in {CALL_LIMIT_S} s") from None
     if done.returncode:
@@ -172,6 +173,12 @@ def find(name: str, since: float) -> str | None:
         start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - 60))
         lines = _sacct([f"--name={name}", "-S", start, f"--user={getpass.getuser()}", "-o", "JobID"])
     return lines[0].split("_")[0].split(".")[0] if lines else None
+
+
+def require() -> str:
+    """The name of the cluster to submit to. Raises SchedulerError where this machine can not submit."""
+    call(["sbatch", "--version"])
+    return cluster_name()
 
 
 def submit(script: Path) -> str:

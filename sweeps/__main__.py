@@ -26,6 +26,8 @@ def main() -> None:
     sys.path.insert(0, str(CONF.parent / "plugins"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of ending in Hydra's exit code 1
     register()
+    # Hydra composes cluster.* too, though nobody reads it from there: ++ has it take keys that the file leaves out.
+    sys.argv[1:] = [f"++{a.lstrip('+')}" if a.lstrip("+").startswith("cluster.") else a for a in sys.argv[1:]]
     try:
         hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(lambda config: None)()
     except ConfigError as error:

@@ -72,7 +72,10 @@ class Cluster:
             near = difflib.get_close_matches(name, known, 1)
             message = f"cluster={name} is not one of {', '.join(known)}; a new one is a file in sweeps/conf/cluster"
             raise ConfigError([Problem("cluster", name, message, nearest=near[0] if near else None)])
-        data = {**(yaml.safe_load(path.read_text()) or {}), **(changes or {}), "name": name}
+        data: dict[str, Any] = yaml.safe_load(path.read_text()) or {}
+        for key, value in (changes or {}).items():
+            data[key] = {**data.get(key, {}), **value} if isinstance(value, Mapping) else value
+        data["name"] = name
         cluster = from_dict(cls, data, "cluster.")
         problems = [*_line_breaks(cluster), *_too_small(cluster), *_bad_names(cluster)]
         if problems:

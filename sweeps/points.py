@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from bench.spec import RunSpec, check, from_overrides, groups, parse_override, plain, quote
+from bench.spec import RunSpec, check, from_overrides, groups, merge, parse_override, plain, quote
 from trainer_core.config import ConfigError, Problem, from_dict
 
 if TYPE_CHECKING:
@@ -182,7 +182,10 @@ def own_keys(arguments: Sequence[str]) -> OwnKeys:
     values: dict[str, Any] = {"cluster_changes": {}}
     for o in map(parse_override, arguments):
         if o.key_or_group.startswith(CLUSTER):
-            values["cluster_changes"][o.key_or_group.removeprefix(CLUSTER)] = plain(o.value())
+            if o.is_sweep_override():
+                message = f"{o.input_line!r} is a list, but a sweep goes to one cluster; quote a value with commas"
+                raise ConfigError([Problem(o.key_or_group, o.input_line, message)])
+            merge(values["cluster_changes"], o.key_or_group.removeprefix(CLUSTER), plain(o.value()))
         elif o.key_or_group in OWN:
             value = _choices(o)
             values[o.key_or_group] = None if value == [None] else ",".join(map(str, value))

@@ -128,6 +128,7 @@ def launch(jobs: Sequence[Sequence[str]], own: OwnKeys, dryrun: str | None = Non
         runs = [p for p in points if not p.problems]
         return write_scripts(arrays(runs, cluster, "array"), cluster, results, Path(dryrun))
     try:
+        where = scheduler.require()
         reconcile(results)
     except scheduler.SchedulerError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -136,7 +137,7 @@ def launch(jobs: Sequence[Sequence[str]], own: OwnKeys, dryrun: str | None = Non
     store_invalid(points, results, stored)
     write_manifest(points, results)
     runs = todo(points, stored, None, own.only == "failed")
-    submitted, failure = submit_all(arrays(runs, cluster, prefix), cluster, results)
+    submitted, failure = submit_all(arrays(runs, cluster, prefix), cluster, results, where)
     if own.report == "after" and submitted:
         submitted.append(submit_report(submitted, cluster, results, prefix))
     return conclude(points, results, submitted, failure)
@@ -172,11 +173,10 @@ def write_scripts(found: Sequence[Array], cluster: Cluster, results: Path, folde
 
 
 def submit_all(
-    found: Sequence[Array], cluster: Cluster, results: Path
+    found: Sequence[Array], cluster: Cluster, results: Path, where: str
 ) -> tuple[list[str], scheduler.SchedulerError | None]:
     """(ids of the accepted jobs, what the scheduler said to the first that it did not accept)."""
     ids: list[str] = []
-    where = scheduler.cluster_name() if found else ""
     for array in found:
         try:
             ids.append(submit(array, cluster, results, where))
@@ -206,6 +206,9 @@ def submit(array: Array, cluster: Cluster, results: Path, where: str) -> str:
     except scheduler.SchedulerError:
         for path in [*(run.path for run in runs), folder]:
             shutil.rmtree(path)
+        for run in runs:
+            with contextlib.suppress(OSError):  # other repeats of the point are there
+                run.path.parent.rmdir()
         raise
     for number, run in enumerate(runs):
         names = {"job_id": f"{job_id}_{number}", "log": str(folder / f"{job_id}_{number}.log")}

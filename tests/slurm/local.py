@@ -89,7 +89,7 @@ LogFile={folder}/slurmdbd.log
 StorageType=accounting_storage/mysql
 StorageHost=127.0.0.1
 StoragePort={sql_port}
-StorageUser=slurm
+StorageUser=meshmark
 StoragePass={password}
 StorageLoc=slurm_acct
 """
@@ -212,14 +212,15 @@ def start_database(folder: Path) -> None:
     data, log, user = folder / "db", folder / "mariadbd.log", f"--user={getpass.getuser()}"
     sql = folder / "init.sql"
     write_private(sql, (f"CREATE DATABASE IF NOT EXISTS {conf['StorageLoc']};\n"
-                        f"GRANT ALL ON {conf['StorageLoc']}.* TO 'slurm'@'127.0.0.1' IDENTIFIED BY "
+                        f"GRANT ALL ON {conf['StorageLoc']}.* TO 'meshmark'@'127.0.0.1' IDENTIFIED BY "
                         f"'{conf['StoragePass']}';\n").encode())  # fmt: skip
     if not (data / "mysql").exists():
         start(["mariadb-install-db", "--no-defaults", f"--datadir={data}", user, "--skip-test-db"], log)
     with open(log, "ab") as out:
         subprocess.Popen(["mariadbd", "--no-defaults", f"--datadir={data}", user, f"--socket={folder}/mariadbd.sock",
                           "--bind-address=127.0.0.1", f"--port={conf['StoragePort']}", f"--init-file={sql}",
-                          f"--pid-file={folder}/mariadbd.pid", "--innodb-flush-log-at-trx-commit=0"],
+                          f"--pid-file={folder}/mariadbd.pid", "--skip-name-resolve",
+                          "--innodb-flush-log-at-trx-commit=0"],
                          stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
     wait(lambda: running(folder / "mariadbd.pid", "mariadbd"), "MariaDB to start", log)
 

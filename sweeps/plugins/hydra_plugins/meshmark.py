@@ -15,6 +15,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from sweeps.points import OwnKeys, expand, own_keys
+from trainer_core.config import ConfigError, Problem
 
 
 class MeshmarkSweeper(Sweeper):
@@ -32,6 +33,9 @@ class MeshmarkSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> Any:
         launcher: Any = self.launcher
         launcher.own = own_keys(arguments)
+        if launcher.own.cluster and not isinstance(launcher, SlurmLauncher):
+            message = f"cluster={launcher.own.cluster} says how to submit: it needs hydra/launcher=slurm"
+            raise ConfigError([Problem("cluster", launcher.own.cluster, message, "hydra/launcher", "slurm")])
         launcher.launch(expand(arguments), initial_job_idx=0)
         sys.exit(launcher.exit_code)
 
