@@ -12,7 +12,6 @@ The ranks are forked from a server that has imported torch once: on two cores ei
 from __future__ import annotations
 
 import argparse
-import ctypes
 import faulthandler
 import json
 import multiprocessing
@@ -30,18 +29,12 @@ from types import FrameType
 
 from bench.ranks import read_ranks
 from bench.store import RunDir
+from bench.tether import end_with_parent
 
-PRELOAD = ["bench.tether", "torch", "torch.distributed", "trainer_core.train"]
+PRELOAD = ["bench.tethered", "torch", "torch.distributed", "trainer_core.train"]
 """What the fork server imports, once for all ranks."""
 INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables of an outer launcher that must not reach a rank."""
-
-
-def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends (Linux; PR_SET_PDEATHSIG is 1)."""
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def rank_main(module: str, spec: str, run_dir: str) -> None:

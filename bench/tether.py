@@ -1,10 +1,14 @@
-"""Preloaded into a fork server alone: importing this has the kernel end the server when the process that made it ends.
+"""Processes that end with the one that started them, even where that one is killed. Linux."""
 
-The server would stay: the processes it forked hold the pipe that it watches. They in turn end with the server.
-"""
-
+import ctypes
 import os
+import signal
 
-from bench.node import end_with_parent
+PR_SET_PDEATHSIG = 1
 
-end_with_parent(os.getppid())
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends; ends it now if that has happened already."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

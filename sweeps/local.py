@@ -18,9 +18,9 @@ from types import FrameType
 
 from bench import store
 from bench.environment import fingerprint, gpus
-from bench.node import end_with_parent
 from bench.result import LIVE
 from bench.spec import RunSpec, rule_device
+from bench.tether import end_with_parent
 from sweeps.display import Display, print_summary
 from sweeps.points import OwnKeys, Point, unique
 from sweeps.work import Outcome, Rows, exit_code, outcome, read_rows, store_invalid, todo, write_manifest
@@ -117,7 +117,7 @@ def launch(jobs: Sequence[Sequence[str]], own: OwnKeys, at_once: int | None = No
     runs = todo(points, stored, machine, own.only == "failed")
     context = multiprocessing.get_context("forkserver")
     simulated = any(p.spec and p.spec.engine == "simulate" for p in runs)
-    context.set_forkserver_preload(["bench.tether", "bench.run", *(["bench.sim.engine"] if simulated else [])])
+    context.set_forkserver_preload(["bench.tethered", "bench.run", *(["bench.sim.engine"] if simulated else [])])
     with Display(points, runs) as display:
         crashed = Pool(results, Slots(at_once=at_once), display).run(runs)
     stored = read_rows(results, points)
