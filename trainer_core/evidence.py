@@ -30,15 +30,19 @@ _KINDS = {
 class CollectiveCounter(TorchDispatchMode):
     """Counts the collectives of the code under it: axis -> kind -> [count, bytes].
 
-    Bytes are those of the larger side on this rank: the gathered output, the unreduced input. Compiled code is
-    opaque to a dispatch mode, so a compiled step is counted by its eager part only; :attr:`counts` then says what ran
-    outside the graphs.
+    Bytes are those of the larger side on this rank: the gathered output, the unreduced input. Compiled graphs run
+    compiled under it, and the collectives that they call are seen.
     """
 
     def __init__(self, mesh: Mesh):
         super().__init__()
         self.counts: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
         self.axes = group_axes(mesh)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # without this Dynamo runs everything eagerly under the mode
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # wrapper subclasses come again as the local tensors and functional collectives they are made of
@@ -63,14 +67,8 @@ class CollectiveCounter(TorchDispatchMode):
 
 def group_axes(mesh: Mesh) -> dict[str, str]:
     """Process group name -> mesh axis, the finer name where two axes share a group."""
-    axes: dict[str, str] = {}
-    names = ["loss", "fsdp", *(mesh.world.mesh_dim_names or ())]
-    for name in names:
-        try:
-            axes[mesh.world[name].get_group().group_name] = name
-        except KeyError:
-            continue
-    return axes
+    names = [*mesh.flat, *(mesh.world.mesh_dim_names or ())]
+    return {mesh.submesh(name).get_group().group_name: name for name in names}
 
 
 def _group_name(arg: Any) -> str | None:

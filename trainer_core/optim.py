@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from trainer_core.config import OptimConfig, TrainConfig
 
@@ -56,21 +56,57 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 @torch.no_grad()
+def reduce_partial_gradients(parts: list[nn.Module]) -> None:
+    """Finish gradients that are still partial sums: those of the norms, whose inputs sequence parallel cuts.
+
+    DTensor leaves them partial until they are used and would then reduce each by itself; this is one flat all-reduce
+    for each mesh axis. Under FSDP there is nothing to do: it reduces them before its own reduce-scatter. Collective.
+    """
+    partial: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
+    for part in parts:
+        for p in part.parameters():
+            if isinstance(p.grad, DTensor):
+                for dim, where in enumerate(p.grad.placements):
+                    if where.is_partial():
+                        partial.setdefault(p.grad.device_mesh.get_group(dim), []).append(p)
+    for group, parameters in partial.items():
+        locals_ = [p.grad.to_local() for p in parameters]
+        flat = torch.cat([g.flatten() for g in locals_])
+        dist.all_reduce(flat, group=group)
+        pieces = flat.split([g.numel() for g in locals_])
+        for p, local, piece in zip(parameters, locals_, pieces, strict=True):
+            p.grad = DTensor.from_local(piece.view_as(local), p.device_mesh, p.placements, run_check=False)
+
+
+@torch.no_grad()
 def clip_grad_norm(parts: list[nn.Module], max_norm: float, pp_group: dist.ProcessGroup | None = None) -> Tensor:
     """Scale the gradients of all parts so that their global 2-norm is at most ``max_norm``; the norm before, fp32 [].
 
-    Every logical parameter counts once: DTensor sums over the mesh of its shards, plain tensors are whole on each
-    rank, and pipeline stages add up over ``pp_group``. ``max_norm`` <= 0 only measures. Collective: all ranks call it.
+    Every logical parameter counts once: a shard's sum of squares is summed over the axes that cut it and no others, and
+    pipeline stages add up over ``pp_group``. That is one all-reduce for each set of cut axes, where torch's
+    ``clip_grad_norm_`` takes one for each parameter. ``max_norm`` <= 0 only measures. Collective: all ranks call it.
     """
-    groups = by_mesh(p for part in parts for p in part.parameters() if p.grad is not None)
+    parameters = [p for part in parts for p in part.parameters() if p.grad is not None]
+    cuts: dict[Any, list[Tensor]] = {}
+    for p in parameters:
+        grad = p.grad
+        if isinstance(grad, DTensor):
+            dims = tuple(i for i, where in enumerate(grad.placements) if not where.is_replicate())
+            cuts.setdefault((grad.device_mesh, dims), []).append(grad.to_local())
+        else:
+            cuts.setdefault((None, ()), []).append(grad)
     total = torch.zeros((), device=next((p.device for part in parts for p in part.parameters()), None))
-    for params in groups.values():
-        norm = get_total_norm([p.grad for p in params if p.grad is not None])
-        total += (norm.full_tensor() if isinstance(norm, DTensor) else norm).float() ** 2
+    for (mesh, dims), grads in cuts.items():
+        squares = torch.stack(torch._foreach_norm(grads, dtype=torch.float32)).square().sum()
+        for dim in dims:
+            dist.all_reduce(squares, group=mesh.get_group(dim))
+        total += squares
     if pp_group is not None:
         dist.all_reduce(total, group=pp_group)
     total = total.sqrt()
     if max_norm > 0:
-        for params in groups.values():
-            clip_grads_with_norm_(params, max_norm, total)
+        # 1e-6 as in torch.nn.utils.clip_grad_norm_
+        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for grads in cuts.values():
+            torch._foreach_mul_(grads, scale)
     return total

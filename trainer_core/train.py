@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,16 +17,27 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
+from trainer_core.checkpoint import load_latest, load_seed, save
 from trainer_core.config import TrainConfig
-from trainer_core.data import IGNORE_INDEX, Corpus
+from trainer_core.counts import float8_layers
+from trainer_core.data import IGNORE_INDEX, Corpus, open_corpus
+from trainer_core.evidence import CollectiveCounter, init_digest, local_parameter_bytes
 from trainer_core.loss import Loss
 from trainer_core.mesh import Mesh
+from trainer_core.metrics import CompileCounter, GpuSampler, MemoryMeter, RankWriter, StepRecord
 from trainer_core.model import Decoder, init_weights
-from trainer_core.optim import build_optimizer, clip_grad_norm, lr_at, set_lr
+from trainer_core.optim import build_optimizer, clip_grad_norm, lr_at, reduce_partial_gradients, set_lr
 from trainer_core.parallel import parallelize
-from trainer_core.parallel.context import positions
-from trainer_core.parallel.float8 import precompute_scales
-from trainer_core.parallel.pipeline import build_schedule
+from trainer_core.parallel.compile import fused_async_tp
+from trainer_core.parallel.context import balanced, positions
+from trainer_core.parallel.float8 import converted, precompute_scales
+from trainer_core.parallel.fsdp import reduce_dtype
+from trainer_core.parallel.pipeline import actions_digest, build_schedule
+from trainer_core.profile import Profiler
+
+CHECKPOINTS = "checkpoints"
+PROFILED_STEPS = 3
+"""How many of the last steps a profile covers."""
 
 Batch = list[tuple[Tensor, Tensor]]
 """(tokens, labels), each int64 [LBS, T], of every accumulation pass."""
@@ -55,6 +70,7 @@ class Trainer:
         set_lr(self.optimizer, lr)
         self.optimizer.zero_grad()
         loss, tokens = self.forward_backward(batch)
+        reduce_partial_gradients(self.parts)
         norm = clip_grad_norm(self.parts, self.config.optim.clip_norm, self.mesh.group("pp"))
         self.optimizer.step()
         if self.config.precision.float8_precompute_scale:
@@ -98,6 +114,24 @@ class Trainer:
             tokens, labels = tokens[:, here], labels[:, here]
         return tokens.to(self.device), labels.to(self.device)
 
+    def evidence(self) -> dict[str, Any]:
+        """What is really there on this rank, read off the modules and not off the config."""
+        p = self.config.parallel
+        return {
+            "float8_converted": sorted(name for part in self.parts for name in converted(part)),
+            "float8_skipped": float8_layers(self.config)["skipped"],
+            "async_tp_ops": fused_async_tp(),
+            "cp_balanced": balanced(p) if p.cp > 1 else None,
+            "reduce_dtype": reduce_dtype(self.parts),
+            "reshard_after_forward": p.reshard,
+            "pp_actions_digest": actions_digest(self.schedule),
+            "layout": {
+                "parameter_bytes": local_parameter_bytes(self.parts),
+                "attention_sequence": len(positions(self.config.data.seq_len, 0, p)) if p.cp > 1 else self.config.data.seq_len,
+                "layers": [int(i) for part in self.stages.values() for i in part.layers],
+            },
+        }  # fmt: skip
+
     @contextlib.contextmanager
     def loss_context(self) -> Iterator[None]:
         """Logits stay cut over tp in the loss and in its backward."""
@@ -106,12 +140,13 @@ class Trainer:
             yield
 
 
-def setup(config: TrainConfig, device: torch.device, init: bool = True) -> Trainer:
+def setup(config: TrainConfig, device: torch.device, init: bool = True, program: str | None = None) -> Trainer:
     """Build this rank of a resolved ``config``; the default process group spans the world.
 
-    ``init=False`` leaves parameters on the meta device: the simulator materialises them in its own way.
+    The simulator passes ``init=False``, which leaves parameters on the meta device, and the device kind whose
+    ``program`` is wanted (default: the device's own).
     """
-    mesh = Mesh.build(config.parallel, device.type)
+    mesh = Mesh.build(config.parallel, device.type, program)
     stages = parallelize(config, mesh)
     if init:
         materialize(config, mesh, stages, device)
@@ -129,3 +164,87 @@ def materialize(config: TrainConfig, mesh: Mesh, stages: dict[int, Decoder], dev
         init_weights(model, config.model, config.train.seed)
         model.set_positions(here)
 
+
+
+def run(config: TrainConfig, folder: Path, rank_log: RankWriter, device: torch.device, profile: bool = False) -> bool:
+    """Train a resolved ``config`` from its newest checkpoint, or from its start, to its last step.
+
+    Every step is a line of ``rank_log``. Returns False where a signal ended the run early, after a checkpoint.
+    """
+    interrupted = _listen()
+    rank_log.write("phase", name="data")
+    corpus = open_corpus(config)
+    rank_log.write("phase", name="setup")
+    trainer = setup(config, device)
+    done, digest = _restore(trainer, corpus, folder, rank_log)
+    first = done + 1
+    warm_until, evidence_at = done + config.train.warmup_steps, min(done + 2, config.train.steps)
+    traced = range(max(first, config.train.steps - PROFILED_STEPS + 1), config.train.steps + 1) if profile else range(0)
+    profiler, memory, compiles = Profiler(folder, dist.get_rank(), traced, device), MemoryMeter(device), CompileCounter()
+    counter, graphs = CollectiveCounter(trainer.mesh), 0
+    with GpuSampler(device) as gpu:
+        for step in range(first, config.train.steps + 1):
+            # also lines the ranks up, so that a step's time is not another's delay
+            if _agree(interrupted.is_set(), device):
+                save(folder / CHECKPOINTS, step - 1, trainer.parts, trainer.optimizer, {"data_digest": corpus.digest})
+                rank_log.write("interrupted", step=step - 1)
+                return False
+            watch = counter if step == evidence_at else contextlib.nullcontext()
+            with profiler.step(step) as profiled, watch:
+                start = time.perf_counter()
+                result = trainer.train_step(step, corpus.batches(step, trainer.mesh.dp_rank, config.parallel.dp))
+                loss = None if result["loss"] is None else result["loss"].item()
+                norm = float(result["grad_norm"])
+                elapsed = time.perf_counter() - start
+            new_graphs, again = compiles.take()
+            graphs += new_graphs
+            excluded = (
+                "profile" if profiled
+                else "warmup" if step <= warm_until
+                else "recompile" if new_graphs or again
+                else "evidence" if step == evidence_at
+                else None
+            )  # fmt: skip
+            rank_log.step(
+                StepRecord(step, loss, norm, result["lr"], int(result["tokens"]), elapsed, **memory.read(),
+                           recompiles=again, excluded=excluded)
+            )  # fmt: skip
+            if config.checkpoint.every and step % config.checkpoint.every == 0:
+                rank_log.write("phase", name="checkpoint")
+                save(folder / CHECKPOINTS, step, trainer.parts, trainer.optimizer, {"data_digest": corpus.digest})
+    evidence = trainer.evidence() | compiles.evidence() | {
+        "data_digest": corpus.digest, "init_digest": digest, "collectives": counter.plain(), "gpu": gpu.summary(),
+        "unigram_entropy": corpus.unigram_entropy,
+    }  # fmt: skip
+    rank_log.write("evidence", evidence=evidence)
+    rank_log.write("phase", name="teardown")
+    return True
+
+
+def _restore(trainer: Trainer, corpus: Corpus, folder: Path, rank_log: RankWriter) -> tuple[int, str]:
+    """The step to go on from (0: the start) and the digest of the initial values."""
+    config = trainer.config
+    if config.train.init_from:
+        load_seed(Path(config.train.init_from), trainer.parts)
+    digest = init_digest(trainer.parts, trainer.mesh)
+    if not config.checkpoint.resume:
+        return 0, digest
+    step = load_latest(folder / CHECKPOINTS, trainer.parts, trainer.optimizer, {"data_digest": corpus.digest})
+    if step:
+        rank_log.write("resume", step=step)
+    return step or 0, digest
+
+
+def _listen() -> threading.Event:
+    """An event that SIGTERM or SIGUSR2 sets: time or place on this machine is about to end."""
+    event = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, lambda *_: event.set())
+    return event
+
+
+def _agree(flag: bool, device: torch.device) -> bool:
+    """Whether any rank's flag is up."""
+    value = torch.tensor(int(flag), device=device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return bool(value.item())

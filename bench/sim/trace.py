@@ -18,8 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from bench.sim import stages
 from bench.sim.compiled import as_kernels
 from bench.sim.events import Trace
 from bench.sim.tracer import Group, Tracer, follow_layers, follow_modules, hooks
@@ -43,13 +47,22 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor keeps plans by mesh, and takes an equal mesh of a later world for the one whose groups are gone."""
+    _clear_sharding_prop_cache()
+    _clear_fast_path_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
 
 
 def groups_of(mesh: Mesh) -> dict[str, Group]:
     """Process group name -> axis, size and stride."""
     out = {}
     for name, axis in group_axes(mesh).items():
-        ranks = dist.get_process_group_ranks(mesh.world[axis].get_group())
+        ranks = dist.get_process_group_ranks(mesh.submesh(axis).get_group())
         out[name] = Group(axis, len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)
     return out
 
@@ -77,20 +90,29 @@ def as_on_device(kind: str) -> Iterator[None]:
 
 
 def reduced(config: TrainConfig, layers: int) -> TrainConfig:
-    return replace(config, model=replace(config.model, layers=layers))
+    """The same plan with at most ``layers`` layers a stage."""
+    most = max(map(len, config.stage_layers()))
+    layers = min(layers, most) * config.parallel.stages
+    return replace(config, model=replace(config.model, layers=min(layers, config.model.layers)))
 
 
-def trace_rank(config: TrainConfig, rank: int = 0, steps: int = STEPS, kind: str = "cuda") -> Trace:
+def trace_rank(
+    config: TrainConfig, rank: int = 0, steps: int = STEPS, kind: str = "cuda", keep_outputs: bool = False
+) -> Trace:
     """Trace ``steps`` optimizer steps of ``rank`` in ``config``, at the depth that the config says."""
     device = torch.device("cpu")
     tracer = Tracer()
-    tracer.trace.layers, tracer.trace.rank = config.model.layers, rank
+    tracer.trace.rank = rank
     with fake_world(rank, config.parallel.world_size), as_on_device(kind), without_collector():
         with as_kernels(tracer, config):
             trainer = train.setup(config, device, init=False)
             tracer.groups = groups_of(trainer.mesh)
-            with FakeTensorMode(allow_non_fake_inputs=True), hooks(tracer):
+            with FakeTensorMode(allow_non_fake_inputs=True), hooks(tracer), stages.transfers(tracer):
                 materialize(tracer, trainer)
+                if trainer.schedule is not None:
+                    stages.prepare(tracer, trainer.schedule, config, keep_outputs)
+                    tracer.trace.facts["actions"] = stages.action_table(trainer.schedule)
+                    tracer.trace.facts["slots"] = stages.slot_table(trainer.schedule)
                 with tracer:
                     for step in range(1, steps + 1):
                         tracer.mark("step", step)
@@ -115,17 +137,20 @@ def materialize(tracer: Tracer, trainer: train.Trainer) -> None:
     """Give the parameters (fake) memory, and hang the hooks that tell layer and module."""
     c = trainer.config
     here = positions(c.data.seq_len, trainer.mesh.rank("cp"), c.parallel)
+    offset = 0
     for model in trainer.stages.values():
         model.to_empty(device=trainer.device)
         model.set_positions(here)
         blocks = list(model.layers.values())
-        owner = {id(p): i for i, block in enumerate(blocks) for p in block.parameters()}
+        owner = {id(p): i for i, block in enumerate(blocks, offset) for p in block.parameters()}
         for p in model.parameters():
             number = tracer.follow(local(p), "params", owner.get(id(p), -1), initial=True)
             tracer.trace.storages[number].sharded = isinstance(p, DTensor)
         tracer.follow(model.rope, "buffers", -1, initial=True)
         follow_modules(tracer, model, skip="layers" if c.compile.enable else "")
-        follow_layers(tracer, blocks)
+        follow_layers(tracer, blocks, offset)
+        tracer.trace.depths.append(len(blocks))
+        offset += len(blocks)
 
 
 def local(t: Tensor) -> Tensor:

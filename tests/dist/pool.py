@@ -62,6 +62,7 @@ def _serve(pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     while True:
@@ -75,7 +76,10 @@ def _serve(pipe: Connection) -> None:
             # teardown while a peer still sends ends in an abort
             dist.barrier()
             dist.destroy_process_group()
+            # both hold on to the device meshes, that is the process groups, of the world that just ended
             torch._dynamo.reset()
+            _clear_sharding_prop_cache()
+            _clear_fast_path_sharding_prop_cache()
             pipe.send((True, value))
         except BaseException:
             pipe.send((False, traceback.format_exc()))

@@ -24,10 +24,10 @@ def parallelize(config: TrainConfig, mesh: Mesh) -> dict[int, Decoder]:
     for model in stages.values():
         # before TP: it swaps modules, and TP hangs its hooks on the swapped ones
         if config.precision.float8 != "off":
-            apply_float8(model, config.precision, mesh.world.device_type)
+            apply_float8(model, config.precision, mesh.program)
 
         if (tp := mesh.axis("tp")) is not None:
-            apply_tp(model, tp, config)
+            apply_tp(model, tp, config, mesh.program)
 
         if (cp := mesh.axis("cp")) is not None:
             apply_cp(model, cp, config.parallel)

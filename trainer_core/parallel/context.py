@@ -18,7 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import (
+    AsyncCollectiveTensor,
+    all_gather_tensor,
+    all_to_all_single_autograd,
+    reduce_scatter_tensor,
+)
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer_core.config import ParallelConfig
@@ -153,8 +158,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: GatheredAttention) -> Tensor:
         local = torch.stack([k, v])
-        gathered = local.new_empty(cp.cp, *local.shape)
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), local, group=cp.group)
+        gathered = _now(all_gather_tensor(local, 0, cp.group)).unflatten(0, (cp.cp, -1))
         whole = _sequence_order(gathered, cp.balance)
         accumulator = _Accumulator(q)
         accumulator.add(whole[0], whole[1], gather_pieces(cp.rank, cp.cp, q.shape[2], cp.balance))
@@ -172,10 +176,14 @@ class _AllGather(torch.autograd.Function):
         pieces = gather_pieces(cp.rank, cp.cp, q.shape[2], cp.balance)
         _add_gradients((dq, dkv[0], dkv[1]), (grad.contiguous(), q, out, lse, tuple(state)), whole[0], whole[1], pieces)
         ranked = _rank_order(dkv, cp.cp, cp.balance)
-        local = ranked.new_empty(ranked.shape[1:])
-        dist.reduce_scatter_tensor(local, ranked.flatten(0, 1), group=cp.group)
+        local = _now(reduce_scatter_tensor(ranked.flatten(0, 1), "sum", 0, cp.group))
         dk, dv = local.to(whole.dtype)
         return dq.to(q.dtype), dk, dv, None
+
+
+def _now(tensor: Tensor) -> Tensor:
+    """The result of a functional collective, waited for."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def _sequence_order(gathered: Tensor, balance: bool) -> Tensor:

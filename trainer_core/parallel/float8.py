@@ -12,15 +12,16 @@ from trainer_core.config import PrecisionConfig
 from trainer_core.model import clean_name, is_block_linear
 
 
-def apply_float8(model: nn.Module, precision: PrecisionConfig, device_type: str) -> None:
-    """Swap the blocks' linear layers in place, weights shared. Devices without the kernels emulate the arithmetic."""
+def apply_float8(model: nn.Module, precision: PrecisionConfig, program: str) -> None:
+    """Swap the blocks' linear layers in place, weights shared. Where ``program`` (the device kind) has no kernels
+    for it the arithmetic is emulated."""
     if precision.float8 == "mxfp8":
-        _swap_mxfp8(model, emulate=device_type != "cuda")
+        _swap_mxfp8(model, emulate=program != "cuda")
         return
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     recipe = Float8LinearConfig.from_recipe_name(precision.float8)
-    changes: dict[str, Any] = {"emulate": device_type != "cuda"}
+    changes: dict[str, Any] = {"emulate": program != "cuda"}
     if precision.float8_all_gather:
         changes["enable_fsdp_float8_all_gather"] = True
     convert_to_float8_training(model, config=dataclasses.replace(recipe, **changes), module_filter_fn=is_block_linear)

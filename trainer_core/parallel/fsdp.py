@@ -43,3 +43,10 @@ def _prefetch(blocks: list, on: bool) -> None:
         else:
             # a list that names the block itself replaces the implicit prefetch by nothing
             block.set_modules_to_backward_prefetch([block])
+
+
+def reduce_dtype(parts: list) -> str | None:
+    """The dtype in which FSDP really reduces gradients; None where there is no FSDP."""
+    modules = (module for part in parts for module in part.modules() if isinstance(module, FSDPModule))
+    policies = {str(module._get_fsdp_state()._mp_policy.reduce_dtype).removeprefix("torch.") for module in modules}
+    return ",".join(sorted(policies)) or None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +45,13 @@ def build_schedule(
     return schedule(built if multi else built[0], n_microbatches=p.microbatches, loss_fn=loss, scale_grads=False)
 
 
-def actions(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> dict[int, list[str]]:
+def actions(schedule: Any) -> dict[int, list[str]]:
     """Rank -> torch's action list, as text; empty for the schedules that torch runs without a table."""
     order = getattr(schedule, "pipeline_order", None) or {}
     return {rank: [str(action) for action in row] for rank, row in order.items()}
+
+
+def actions_digest(schedule: Any) -> str | None:
+    """Digest of the whole table, None where there is none."""
+    table = actions(schedule)
+    return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:16] if table else None

@@ -18,13 +18,16 @@ from trainer_core.config import TrainConfig
 from trainer_core.model import Decoder
 
 
-def apply_tp(model: Decoder, mesh: DeviceMesh, config: TrainConfig) -> None:
+def apply_tp(model: Decoder, mesh: DeviceMesh, config: TrainConfig, program: str) -> None:
     """Shard the matrices over ``mesh`` [tp] in place. Activations between blocks are [B, T/CP/TP, dim] with sequence
-    parallel, else [B, T/CP, dim] on every rank."""
+    parallel, else [B, T/CP, dim] on every rank. ``program`` is the device kind."""
     p = config.parallel
-    parallelize_module(model, mesh, end_plan(p.sequence_parallel, p.loss_parallel))
+    ends = end_plan(p.sequence_parallel, p.loss_parallel)
+    parallelize_module(model, mesh, {name: style for name, style in ends.items() if getattr(model, name) is not None})
+    # gloo moves no Float8
+    float8_gather = config.precision.float8 == "tensorwise" and program == "cuda"
     for block in model.layers.values():
-        parallelize_module(block, mesh, block_plan(p.sequence_parallel, config.precision.float8 == "tensorwise"))
+        parallelize_module(block, mesh, block_plan(p.sequence_parallel, float8_gather))
     if model.embed is not None and config.compile.enable:
         # The embedding's reduce-scatter returns an AsyncCollectiveTensor. Handed to a compiled block as it is, its
         # gradient is lost without a word, and .wait() detaches it; any op on it waits and keeps the gradient.
