@@ -25,8 +25,8 @@ with a recomputed softmax and atomics, against two)."""
 
 TILES: tuple[tuple[int, int, float], ...] = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.95), (64, 128, 0.8))
 """Output tiles (m, n) of one SM's GEMM kernel and their relative rate: the smaller, the less operands are reused."""
-RAMP = 256
-"""Depth (k) in which a tile's pipeline fills and its result is written, while the tensor cores wait."""
+PROLOGUE = 1e-6
+"""Seconds in which the operand pipeline of a wave of tiles fills: two trips to device memory."""
 
 ATTENTION_BLOCK = 128
 """Rows of a query block: a causal kernel computes whole blocks on the diagonal."""
@@ -86,7 +86,7 @@ class Cost:
         assert self.constants is not None
         compute = 0.0
         if op.kind == "gemm" and op.flops:
-            compute = op.flops / self.gemm_rate(op)
+            compute = self._gemm(op)
         elif op.kind == "attention":
             compute = self._attention(op)
         memory = (op.bytes_read + op.bytes_written) / self._memory
@@ -96,30 +96,31 @@ class Cost:
             return seconds, "launch"
         return seconds, "compute" if compute >= memory else "memory"
 
+    def _gemm(self, op: Op) -> float:
+        """Seconds of a GEMM (batch, m, n, k): waves of tiles, each a pipeline to fill, k steps and a tile to write.
+
+        The tensor cores wait while a tile is written, so that small k costs more, and twice as much in Float8, where the
+        steps are half as long. The best tile is taken, as the library's heuristics do.
+        """
+        rate, batch, m, n, k = self.gemm_rate(op), *op.dims
+        if self.hardware.kind == "cpu":
+            return op.flops / rate
+        best = math.inf
+        for tile_m, tile_n, share in TILES:
+            tiles = batch * math.ceil(m / tile_m) * math.ceil(n / tile_n)
+            waves = math.ceil(tiles / self.hardware.units)
+            steps = 2.0 * tile_m * tile_n * k / (share * rate / self.hardware.units)
+            best = min(best, waves * (steps + PROLOGUE))
+        return best + op.bytes_written / self._memory
+
     def gemm_rate(self, op: Op) -> float:
-        """FLOP/s of a GEMM: peak of its operands' dtype x clock x calibrated fraction x shape efficiency."""
+        """FLOP/s of whole waves: peak of the operands' dtype x clock x calibrated fraction."""
         assert self.constants is not None
         dtype = next((d for _, d in op.inputs if d in ("fp8", "fp4")), op.inputs[0][1])
         name = {"fp8": "fp8", "fp4": "fp8", "bf16": "bf16", "fp16": "bf16"}.get(dtype, "fp32")
         peak = self.hardware.peak.get(name, self.hardware.peak["bf16"])
         fraction = self.constants.gemm_fp8 if name == "fp8" else self.constants.gemm_bf16
-        return peak * self._clock * fraction * self.shape_efficiency(op.dims)
-
-    def shape_efficiency(self, dims: tuple[int, ...]) -> float:
-        """Share of the full rate that a GEMM (batch, m, n, k) reaches: whole tiles, whole waves, the ramp of each tile.
-
-        The best tile is taken, as the library's heuristics do. A CPU has no waves.
-        """
-        if len(dims) != 4 or self.hardware.kind == "cpu":
-            return 1.0
-        batch, m, n, k = dims
-        best = 0.0
-        for tile_m, tile_n, rate in TILES:
-            tiles = batch * math.ceil(m / tile_m) * math.ceil(n / tile_n)
-            waves = math.ceil(tiles / self.hardware.units)
-            work = batch * m * n / (tile_m * tile_n)
-            best = max(best, rate * work / (waves * self.hardware.units))
-        return best * k / (k + RAMP)
+        return peak * self._clock * fraction
 
     def _attention(self, op: Op) -> float:
         """Seconds of a fused attention; ``flops`` counts the causal triangle, the kernel computes whole blocks."""
