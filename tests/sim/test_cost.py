@@ -22,11 +22,20 @@ def collective(kind, size, stride, gib=1.0):
     return Collective(kind, gib * 2**30, "dp_shard", size, stride)
 
 
-def test_a_large_gemm_runs_at_the_peak_less_its_waves():
-    # 16384 x 14336 in tiles of 128 x 256 is 7168 tiles: 54.3 waves of 132 SMs, so 54.3/55 of the peak, times the ramp.
+def test_a_large_gemm_is_waves_of_tiles_and_the_writing_of_them():
+    # 16384 x 14336 in tiles of 128 x 256 is 7168 tiles: 55 waves of 132 SMs.
     seconds, bound = Cost(H100, ONES).op(gemm(16384, 14336, 4096))
-    expected = 2 * 16384 * 14336 * 4096 / (989.4e12 * (7168 / 132 / 55) * 4096 / (4096 + 256)) + 4e-6
+    tile = 2 * 128 * 256 * 4096 / (989.4e12 / 132)
+    expected = 55 * (tile + 1e-6) + 2 * 16384 * 14336 / 3.35e12 + 4e-6
     assert bound == "compute" and seconds == pytest.approx(expected)
+
+
+def test_float8_gains_less_where_k_is_small():
+    def gain(k):
+        cost = Cost(H100, ONES)
+        return cost.op(gemm(16384, 4096, k))[0] / cost.op(gemm(16384, 4096, k, "fp8"))[0]
+
+    assert 1 < gain(512) < gain(4096) < gain(65536) < 2.001
 
 
 def test_fp8_doubles_and_fp32_takes_its_own_peak():
@@ -38,7 +47,7 @@ def test_fp8_doubles_and_fp32_takes_its_own_peak():
 
 def test_a_small_gemm_loses_to_waves_and_a_thin_one_to_memory():
     cost = Cost(H100, ONES)
-    assert cost.shape_efficiency((1, 128, 128, 65536)) < 2 / 132
+    assert cost.op(gemm(128, 128, 65536))[0] > 60 * 2 * 128 * 128 * 65536 / 989.4e12
     assert cost.op(gemm(16, 16384, 16384))[1] == "memory"
     assert cost.op(gemm(16, 16, 16))[1] == "launch"
 
@@ -117,4 +126,4 @@ def test_a_published_device_has_at_most_eight_constants_and_all_matter():
     base = prices(Constants())
     for name in CONSTANTS:
         changed = prices(replace(Constants(), **{name: getattr(Constants(), name) * 1.1}))
-        assert sum(a != b for a, b in zip(base, changed, strict=True)) == 1, name
+        assert sum(a != b for a, b in zip(base, changed, strict=True)) >= 1, name
