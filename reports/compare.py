@@ -82,6 +82,8 @@ class Baselines:
             keys = [
                 k for k, v in point.flat.items() if k not in free and strategy.matters(k) and other.flat.get(k) != v
             ]
+            if "model.name" in keys:
+                keys = [k for k in keys if not k.startswith("model.") or k == "model.name"]
             if best is None or len(keys) < len(best):
                 best = [f"{strategy.title(k)} {other.flat.get(k)} instead of {point.flat[k]}" for k in keys]
         if best is None:

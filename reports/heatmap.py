@@ -103,22 +103,27 @@ def by_memory(point: Point) -> float | None:
     return None if value is None else -value
 
 
-def winner(cell: Cell, x: Axis, y: Axis, varied: Sequence[Axis]) -> str:
-    """The rest of the winning configuration: what the two axes do not say.
-
-    Mesh and recipe are told wherever they vary on the map, batch and sequence only where the cell had a choice.
-    """
-    if cell.best is None:
-        return ""
-    rest = [a for a in varied if a.key in DETAILS and a.key not in (x.key, y.key)]
-    told = [a for a in rest if a.key in DETAILS[:2] or len({a.of(p) for p in cell.points}) > 1]
-    return " · ".join(t for a in told if (t := detail(cell.best, a)))
-
-
 DETAILS = ("layout", "recipe", "train.local_batch_size", "data.seq_len")
-"""Settings that a winning configuration is told by."""
+"""Settings that a winning configuration is told by; the first two are joined of parts."""
 
 
-def detail(point: Point, axis: Axis) -> str:
-    value = str(axis.of(point))
-    return f"{axis.title} {value}" if axis.key not in ("layout", "recipe") else "" if value == "plain" else value
+def details(points: Sequence[Point], x: Axis, y: Axis) -> list[tuple[Axis, set[str]]]:
+    """The settings that the axes do not say, each with the parts that all runs of the map share."""
+    found = []
+    for a in axes(points):
+        if a.key in DETAILS and a.key not in (x.key, y.key):
+            parts = [set(str(a.of(p)).split(" · ")) for p in points]
+            found.append((a, set.intersection(*parts) if a.key in DETAILS[:2] else set()))
+    return found
+
+
+def winner(cell: Cell, told: Sequence[tuple[Axis, set[str]]]) -> str:
+    """The rest of the winning configuration; batch and sequence only where the cell had a choice."""
+    out = []
+    for a, common in told if cell.best else ():
+        value = str(a.of(cell.best)) if cell.best else ""
+        if a.key in DETAILS[:2]:
+            out += [part for part in value.split(" · ") if part not in common and part != "plain"]
+        elif len({a.of(p) for p in cell.points}) > 1:
+            out.append(f"{a.title} {value}")
+    return " · ".join(out)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from reports import table, words
+from reports.points import WORDS
 from reports.report import Headline, Report
 
 LIMIT = 60
@@ -25,7 +26,7 @@ def text(value: object) -> str:
 
 def code(value: str) -> str:
     """One line of code: a fence longer than any run of backticks inside."""
-    line = " ".join(value.split()).replace("|", "\\|")
+    line = " ".join(value.split())
     fence = "`" * (max((len(m) for m in re.findall(r"`+", line)), default=0) + 1)
     return f"{fence} {line} {fence}"
 
@@ -93,7 +94,7 @@ def _ladder(report: Report) -> list[str]:
 
 
 def _loss(report: Report) -> list[str]:
-    rows, out = [], []
+    rows, out = [], list[str]()
     for v in sorted(report.parity, key=lambda v: -(v.loss or 0.0))[:LIMIT]:
         deviations = words.small(v.loss), words.small(v.grad_norm), str(v.steps or "–")
         rows.append((text(v.point.name), v.verdict, *deviations, text(v.text)))
@@ -104,8 +105,8 @@ def _loss(report: Report) -> list[str]:
         (text(c.point.name), text(c.base.name), words.signed(c.loss.value), text(c.verdict)) for c in report.precision
     ]
     if costs:
-        head = ("Run", "Against", text("precision_loss, nats"), "Loss of quality")
-        out += ["## What low precision costs", *grid(head, costs[:LIMIT], (2,))]
+        columns = ("Run", "Against", text("precision_loss, nats"), "Loss of quality")
+        out += ["## What low precision costs", *grid(columns, costs[:LIMIT], (2,))]
     return out
 
 
@@ -122,18 +123,19 @@ def _published(report: Report) -> list[str]:
 
 def _runs(report: Report) -> list[str]:
     columns = [table.BY_KEY[k] for k in COLUMNS]
-    order = sorted(zip(report.points, report.rows, strict=True), key=lambda pr: -(pr[1]["tps_per_gpu"] or -1.0))
-    rows = [[text(table.show(r[c.key], c.unit)) for c in columns] for _, r in order[:LIMIT]]
+    rows = [[text(table.show(r[c.key], c.unit)) for c in columns] for r in report.rows[:LIMIT]]
     units = {"tokens/s": ", tokens/s", "GiB": ", GiB", "nats": ", nats"}
     head = [c.title + units.get(c.unit, "") for c in columns]
     out = ["## Runs", *grid(head, rows, [i for i, c in enumerate(columns) if c.unit])]
-    if len(order) > LIMIT:
-        out += [f"The {LIMIT} fastest of {len(order):,}; all are in results.csv.", ""]
-    again = [f"- {text(p.name)}: {code(r['command'])}" for p, r in order[:5] if r["command"]]
-    return [*out, "Run the fastest again:", "", *again, ""] if again else out
+    if len(report.rows) > LIMIT:
+        out += [f"The first {LIMIT} of {len(report.rows):,}; all are in results.csv.", ""]
+    again = [f"- {text(r['strategy'])}: {code(r['command'])}" for r in report.rows[:5] if r["command"]]
+    return [*out, "Run again:", "", *again, ""] if again else out
 
 
 def _environment(report: Report) -> list[str]:
-    out = [f"- {text(p.engine)}, machine {text(p.machine)}, code {text(p.code_id or 'unknown')}: {p.points} points"
-           for p in report.places[:LIMIT]]  # fmt: skip
+    out = []
+    for p in report.places[:LIMIT]:
+        where = f"machine {text(p.machine)}, code {text(p.code_id or 'unknown')}"
+        out.append(f"- {text(WORDS.get(p.engine, p.engine))}, {where}: {p.points} points")
     return ["## Where it ran", "", *out, ""] if out else []

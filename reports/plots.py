@@ -13,7 +13,7 @@ from bench.result import Value
 from reports import figures, heatmap, strategy, table
 from reports.figures import blank, clean, color
 from reports.heatmap import Axis
-from reports.points import MEMORY, WORDS, Point
+from reports.points import MEMORY, Point
 
 BARS = 10
 """Bars in one figure."""
@@ -30,9 +30,15 @@ class Drawing:
     group: str
 
 
-def tag(point: Point) -> str:
-    """The name of a run in a figure; a simulated one says so."""
-    return point.name + (f" ({WORDS['simulate']})" if point.simulated else "")
+def sim(point: Point) -> str:
+    """What stands behind a simulated figure."""
+    return " sim" if point.simulated else ""
+
+
+def _names(points: Sequence[Point]) -> tuple[str, list[str]]:
+    """(a sentence on what all runs share, their names without it)."""
+    common, rest = strategy.without_common([p.name for p in points])
+    return f"All: {clean(common, 90)}. " if common else "", rest
 
 
 def _bars(pyplot: Any, rows: Sequence[tuple[str, str]], top: float, legend: int = 0) -> tuple[Any, Any]:
@@ -51,17 +57,16 @@ def ladder(rungs: Sequence[Point], gains: Sequence[Value]) -> Drawing:
     """TPS/GPU of each rung with its interval; the gain over the first rung beside it."""
     with figures.style() as pyplot:
         top = max((p.tps.high or p.tps.value or 0.0) for p in rungs)
-        texts = [table.show(p.tps.value, "tokens/s") + ("" if g.value == 1 else f"  {table.gain(g.value)}")
+        texts = [table.show(p.tps.value, "tokens/s") + sim(p) + ("" if g.value == 1 else f"  {table.gain(g.value)}")
                  for p, g in zip(rungs, gains, strict=True)]  # fmt: skip
-        fig, ax = _bars(pyplot, [(tag(p), t) for p, t in zip(rungs, texts, strict=True)], top)
+        common, names = _names(rungs)
+        fig, ax = _bars(pyplot, list(zip(names, texts, strict=True)), top)
         for i, p in enumerate(rungs):
             value = p.tps.value or 0.0
             ax.barh(i, value, 0.38, color=color("s0"), alpha=0.35 + 0.65 * (i + 1) / len(rungs))
             if p.tps.low is not None and p.tps.high is not None:
                 ax.plot([p.tps.low, p.tps.high], [i, i], color=color("ink"), linewidth=1.4, marker="|", markersize=7)
-        caption = (
-            "tokens/s a GPU with interval; gain over the first rung. Every rung adds one technique to the one above it."
-        )
+        caption = common + "Tokens/s a GPU with interval, gain over the first rung; each rung adds one technique."
         return Drawing(
             "ladder", "The ladder to the fastest run", caption, figures.to_svg(pyplot, fig, "ladder"), "ladder"
         )
@@ -85,8 +90,9 @@ def stacked(
         kinds = [*kept, "other"]
     with figures.style() as pyplot:
         columns = 2 if max(map(len, kinds)) > 14 else 3
-        fig, ax = _bars(pyplot, [(tag(p), t) for p, t in zip(points, total, strict=True)],
-                        max(sum(p.values()) for p in parts), -(-len(kinds) // columns))  # fmt: skip
+        common, names = _names(points)
+        top = max(sum(p.values()) for p in parts)
+        fig, ax = _bars(pyplot, list(zip(names, total, strict=True)), top, -(-len(kinds) // columns))
         left = [0.0] * len(parts)
         for j, kind in enumerate(kinds):
             widths = [p.get(kind, 0.0) for p in parts]
@@ -94,7 +100,7 @@ def stacked(
                     linewidth=0.8, label=clean(kind.replace("_", " "), 20))  # fmt: skip
             left = [a + b for a, b in zip(left, widths, strict=True)]
         fig.legend(loc="outside lower left", ncols=columns, columnspacing=1.2, handlelength=0.8, handleheight=0.8)
-        return Drawing(name, title, caption, figures.to_svg(pyplot, fig, name), "memory")
+        return Drawing(name, title, common + caption, figures.to_svg(pyplot, fig, name), "memory")
 
 
 def memory(points: Sequence[Point]) -> Drawing | None:
@@ -104,7 +110,7 @@ def memory(points: Sequence[Point]) -> Drawing | None:
         return None
     parts = [categories(p) or {MEMORY[p.memory[0]]: p.memory[1].value or 0.0} for p in shown]
     rank = [f", rank {p.result.memory_rank}" if p.result.memory_rank is not None else "" for p in shown]
-    total = [f"{table.show(p.memory[1].value, 'GiB')} GiB{r}" for p, r in zip(shown, rank, strict=True)]
+    total = [f"{table.show(p.memory[1].value, 'GiB')} GiB{sim(p)}{r}" for p, r in zip(shown, rank, strict=True)]
     split = any(categories(p) for p in shown)
     caption = "GiB on the worst rank" + (", by what holds it" if split else "; no categories were tracked")
     return stacked("memory", "Memory", caption + _first(points, shown), shown, parts, total)
@@ -125,8 +131,8 @@ def time(points: Sequence[Point]) -> Drawing | None:
     if not known:
         return None
     shown = known[:BARS]
-    total = [f"{table.show(sum(breakdown(p).values()), 's')} s" for p in shown]
-    caption = "seconds of one optimizer step" + _first(known, shown)
+    total = [f"{table.show(sum(breakdown(p).values()), 's')} s{sim(p)}" for p in shown]
+    caption = "Seconds of one optimizer step" + _first(known, shown)
     return stacked("time", "Time of a step", caption, shown, [breakdown(p) for p in shown], total)
 
 
@@ -161,47 +167,45 @@ def axes_style(ax: Any, x: str, y: str) -> None:
             ax.yaxis.set_major_formatter(lambda v, _: f"{v:,.0f}")
 
 
-def _series(point: Point, key: str) -> str:
-    text = strategy.recipe(point.flat) if key == "parallel.world_size" else point.name
-    return text + (f" ({WORDS['simulate']})" if point.simulated else "")
+MOVES = ("parallel.world_size", ("FSDP ", "HSDP ", "DDP ", "1 rank", "local batch ", "global batch "))
+"""Along a scaling line these parts of a name follow from the number of GPUs."""
 
 
-def lines(name: str, title: str, x: str, key: str, series: Sequence[Sequence[Point]], ideal: bool = False) -> Drawing:
-    """TPS/GPU with intervals against a numeric setting; ``ideal`` draws the first value carried on."""
+def _line_name(point: Point, key: str) -> str:
+    """What stays along a line over ``key``."""
+    moving = (f"{strategy.title(key)} ", *(MOVES[1] if key == MOVES[0] else ()))
+    return " · ".join(part for part in point.name.split(" · ") if not part.startswith(moving))
+
+
+def lines(name: str, title: str, key: str, series: Sequence[Sequence[Point]]) -> Drawing:
+    """TPS/GPU with intervals against a numeric setting; over GPUs, the first value carried on is perfect scaling."""
+    ideal = key == MOVES[0]
     with figures.style() as pyplot:
         shown = series[:4]
+        common, names = strategy.without_common([_line_name(line[0], key) for line in shown])
         fig, ax = blank(pyplot, 218 + 18 * len(shown) + 6)
         for i, line in enumerate(shown):
-            xs, ys = [p.flat[key] for p in line], [p.tps.value or 0.0 for p in line]
-            low = [y - (p.tps.low if p.tps.low is not None else y) for p, y in zip(line, ys, strict=True)]
-            high = [(p.tps.high if p.tps.high is not None else y) - y for p, y in zip(line, ys, strict=True)]
-            ax.errorbar(
-                xs,
-                ys,
-                [low, high],
-                label=clean(_series(line[0], key), 44),
-                color=color(f"s{i}"),
-                marker="o",
-                markersize=4,
-                capsize=3,
-            )
+            xs, tps = [p.flat[key] for p in line], [p.tps for p in line]
+            ys = [v.value or 0.0 for v in tps]
+            low = [y - (y if v.low is None else v.low) for v, y in zip(tps, ys, strict=True)]
+            high = [(y if v.high is None else v.high) - y for v, y in zip(tps, ys, strict=True)]
+            label = clean((names[i] or "plain") + sim(line[0]), 44)
+            ax.errorbar(xs, ys, [low, high], label=label, color=color(f"s{i}"), marker="o", markersize=4, capsize=3)
             if ideal:
                 ax.axhline(ys[0], color=color(f"s{i}"), linewidth=0.8, linestyle=":")
         ticks = sorted({p.flat[key] for line in shown for p in line})
         ax.set_xscale("log", base=2)
+        ax.margins(x=0.1)
         ax.set_ylim(bottom=0)
-        axes_style(ax, x, "tokens/s a GPU")
+        axes_style(ax, strategy.title(key), "tokens/s a GPU")
         step = -(-len(ticks) // 6)
         ax.set_xticks(ticks[::step], [f"{t:,}" for t in ticks[::step]])
         ax.minorticks_off()
         fig.legend(loc="outside lower left", ncols=1)
-        note = (
-            "dotted: the first point's rate kept (perfect scaling)"
-            if ideal
-            else "all other settings equal along a line"
-        )
-        more = f"; {len(shown)} of {len(series)} such series" if len(series) > len(shown) else ""
-        return Drawing(name, title, note + more, figures.to_svg(pyplot, fig, name), "scaling")
+    note = "Dotted: the first point's rate kept (perfect scaling)" if ideal else "All else is equal along a line"
+    more = f"; {len(shown)} of {len(series)} such lines" if len(series) > len(shown) else ""
+    shared = f"All: {clean(common, 90)}. " if common else ""
+    return Drawing(name, title, shared + note + more, figures.to_svg(pyplot, fig, name), "scaling")
 
 
 def heat(name: str, title: str, unit: str, points: Sequence[Point], x: Axis, y: Axis, memory: bool) -> Drawing:
@@ -210,9 +214,9 @@ def heat(name: str, title: str, unit: str, points: Sequence[Point], x: Axis, y: 
     xs = heatmap.order({k[0] for k in grid})[: heatmap.LIMIT[0]]
     ys = heatmap.order({k[1] for k in grid})[: heatmap.LIMIT[1]]
     with figures.style() as pyplot:
-        varied = heatmap.axes(points)
+        told = heatmap.details(points, x, y)
         fig, ax = blank(pyplot, 48 * len(ys) + 96, max(figures.WIDTH, 190 + 136 * len(xs)))
-        _paint(ax, grid, xs, ys, memory, lambda c: heatmap.winner(c, x, y, varied))
+        _paint(ax, grid, xs, ys, memory, lambda c: heatmap.winner(c, told))
         ax.set_xticks([i + 0.5 for i in range(len(xs))], [_wrap(_label(v), 18) for v in xs])
         ax.set_yticks([i + 0.5 for i in range(len(ys))], [_wrap(_label(v), 26) for v in ys], rotation=0)
         ax.tick_params(length=0)

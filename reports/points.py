@@ -146,7 +146,7 @@ def load(results: Path) -> list[Point]:
     points = []
     for runs, flat, name in zip(groups.values(), flats, strategy.names(flats), strict=True):
         runs.sort(key=lambda r: (r.result.started_at, r.result.repeat), reverse=True)
-        points.append(Point(tuple(runs), flat, name))
+        points.append(Point(tuple(runs), flat, name if runs[0].result.spec else "settings unknown"))
     return points
 
 

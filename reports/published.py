@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from bench.result import METRICS, Value
 from reports import interval
 from reports.points import Point
+from reports.table import FIGURES
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ def rows(points: Sequence[Point]) -> list[PublishedRow]:
         for name, figure in row.figures.items():
             ours = p.metrics[name]
             stated = Value(figure.value, unit=METRICS[name].unit)
-            out.append(PublishedRow(*about, name, stated.unit, stated, p, ours, _over(ours, figure.value), note))
+            title = FIGURES.get(name, name)
+            out.append(PublishedRow(*about, title, stated.unit, stated, p, ours, _over(ours, figure.value), note))
         base = known.get(row.baseline or "")
         below = next((q for q in mine if base and q.flat["published"] == base.id and q.scope == p.scope), None)
         if base and below and "tps_per_gpu" in row.figures and "tps_per_gpu" in base.figures:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -10,12 +11,12 @@ from pathlib import Path
 from urllib.parse import quote
 
 from bench.result import METRICS, Value
-from reports import compare, curves, figures, heatmap, interval, loss, plots, published, table
+from reports import compare, curves, figures, heatmap, interval, loss, plots, published, strategy, table
 from reports.compare import Advice, Effect
 from reports.loss import Parity, Precision
 from reports.notices import Notice, Place, find, places
 from reports.plots import Drawing
-from reports.points import MEMORY, WORDS, Point, load
+from reports.points import MEMORY, WORDS, Point, by_scope, load
 from reports.published import PublishedRow
 from reports.table import Row
 
@@ -63,20 +64,27 @@ class Report:
     floor: float | None
 
     def failures(self) -> list[tuple[str, int, list[tuple[str, int, Point]]]]:
-        """(status, count, [(reason, count, first run)]), the most frequent first."""
+        """(status, count, [(reason of the first, count, first run)]), the most frequent first.
+
+        Reasons that differ in their numbers only (a rank, a size) are one.
+        """
         by_status: dict[str, list[Point]] = {}
         for p in self.points:
             if not p.ok:
                 by_status.setdefault(p.status, []).append(p)
         out = []
         for status, members in sorted(by_status.items(), key=lambda kv: -len(kv[1])):
-            reasons = Counter(p.reason for p in members)
-            first = {p.reason: p for p in reversed(members)}
-            out.append((status, len(members), [(r, n, first[r]) for r, n in reasons.most_common()]))
+            alike = Counter(_numberless(p.reason) for p in members)
+            first = {_numberless(p.reason): p for p in reversed(members)}
+            out.append((status, len(members), [(first[r].reason, n, first[r]) for r, n in alike.most_common()]))
         return out
 
     def link(self, point: Point, file: str = "") -> str:
         return relative(point.head.path, self.out, file)
+
+
+def _numberless(reason: str) -> str:
+    return re.sub(r"\d+", "#", reason)
 
 
 def relative(folder: Path, out: Path, file: str = "") -> str:
@@ -138,12 +146,20 @@ def _headline(members: list[Point]) -> Headline:
     best = compare.fastest(members)
     if best is None:
         return Headline(text, engine, None, None, Value(reason="no successful run"), (), tuple(members))
-    rungs = compare.ladder(best, compare.Baselines(members))
+    baselines = compare.Baselines(members)
+    rungs = compare.ladder(best, baselines)
     if len(rungs) == 1:
-        why = "it is the plainest of its runs" if len(members) > 1 else "there is only this run"
-        none = Value(unit="ratio", reason=f"no like-for-like run with fewer techniques; {why}")
+        none = Value(unit="ratio", reason=_no_gain(best, baselines))
         return Headline(text, engine, best, None, none, tuple(rungs), tuple(members))
     return Headline(text, engine, best, rungs[0], interval.ratio(best.tps, rungs[0].tps), tuple(rungs), tuple(members))
+
+
+def _no_gain(best: Point, baselines: compare.Baselines) -> str:
+    """Why the fastest run has no baseline."""
+    on = [t for t in strategy.TECHNIQUES if t.name != "ac" and t.on(best.flat)]
+    if not on or len(baselines.points) == 1:
+        return "it is the plainest run of this workload" if not on else "no other run of this workload"
+    return f"without {on[-1].text(best.flat)}: {baselines.pair(best, on[-1]).speed.reason}"
 
 
 FOLLOWS = ("train.local_batch_size", "train.global_batch_size", "parallel.dp_shard", "parallel.dp_replicate")
@@ -165,14 +181,16 @@ def _drawings(points: Sequence[Point], headlines: Sequence[Headline]) -> list[Dr
             ]
             out.append(plots.ladder(main.ladder, gains))
         out += [d for d in (plots.memory(fast), plots.time(fast)) if d is not None]
-    for name, title, x_title, key, follows in (
-        ("scaling", "Scaling", "GPUs", "parallel.world_size", FOLLOWS),
-        ("microbatches", "Microbatches", "microbatches", "parallel.microbatches", FOLLOWS[:2]),
-        ("sequence", "Sequence length", "sequence", "data.seq_len", FOLLOWS[:2]),
+    for name, title, key, follows in (
+        ("scaling", "Scaling", "parallel.world_size", FOLLOWS),
+        ("microbatches", "Microbatches", "parallel.microbatches", FOLLOWS[:2]),
+        ("sequence", "Sequence length", "data.seq_len", FOLLOWS[:2]),
     ):
-        found = compare.series(points, key, follows)
+        # One figure compares within one scope: that of the main answer, else the first that has such a series.
+        groups = sorted(by_scope(points).items(), key=lambda kv: main is None or kv[0] != main.points[0].scope)
+        found = next((s for _, members in groups if (s := compare.series(members, key, follows))), None)
         if found:
-            out.append(plots.lines(name, title, x_title, key, found, ideal=name == "scaling"))
+            out.append(plots.lines(name, title, key, found))
     return out
 
 

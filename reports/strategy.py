@@ -77,21 +77,23 @@ class Technique:
     text: Callable[[Flat], str]
 
 
-def _axis(
-    axis: str, *keys: str, follows: tuple[str, ...] = ("parallel.dp_shard", "train.local_batch_size")
-) -> Technique:
+def _axis(axis: str, *keys: str, follows: tuple[str, ...] = ()) -> Technique:
+    """``follows``: beyond the sharding and the local batch, what a published row's program did on this axis only."""
     own = (f"parallel.{axis}", *(f"parallel.{k}" for k in keys))
+    moved = ("parallel.dp_shard", *(() if axis == "dp_replicate" else ("train.local_batch_size",)), *follows)
     word = "HSDP ×" if axis == "dp_replicate" else f"{axis.upper()} "
-    return Technique(axis, own, follows, lambda f: degree(f, axis) > 1, lambda f: word + str(degree(f, axis)))
+    return Technique(axis, own, moved, lambda f: degree(f, axis) > 1, lambda f: word + str(degree(f, axis)))
 
 
 TECHNIQUES: tuple[Technique, ...] = (
-    _axis("dp_replicate", follows=("parallel.dp_shard",)),
+    _axis("dp_replicate"),
     _axis("tp", "sequence_parallel", "loss_parallel"),
-    _axis("cp", "cp_method", "cp_balance"),
-    _axis("pp", "schedule", "microbatches", "reshard_after_forward"),
-    Technique("schedule", ("parallel.schedule",), (),
-              lambda f: degree(f, "pp") > 1 and f["parallel.schedule"] != "1F1B", lambda f: str(f["parallel.schedule"])),
+    _axis("cp", "cp_method", "cp_balance", follows=("program.cp_rotation", "program.cp_dkv_fp32")),
+    _axis("pp", "schedule", "microbatches", "reshard_after_forward",
+          follows=("program.stage_outputs_kept", "program.pp_lockstep")),
+    Technique("schedule", ("parallel.schedule",), ("program.pp_lockstep",),
+              lambda f: degree(f, "pp") > 1 and f["parallel.schedule"] != "1F1B",
+              lambda f: str(f["parallel.schedule"])),
     Technique("ac", ("ac.mode", "ac.k"), (), lambda f: f["ac.mode"] != "none",
               lambda f: f"AC {f['ac.mode']}" + (f" {f['ac.k']}" if f["ac.mode"] == "every_k" else "")),
     Technique("compile", ("compile.enable", "compile.loss"), (), lambda f: bool(f["compile.enable"]),
@@ -159,3 +161,11 @@ def names(flats: Sequence[Flat]) -> list[str]:
 
 def shorten(text: str, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def without_common(texts: Sequence[str]) -> tuple[str, list[str]]:
+    """(the parts that all names share, each name's other parts); one name alone shares nothing."""
+    parts = [text.split(" · ") for text in texts]
+    common = [p for p in parts[0] if all(p in other for other in parts)] if len(parts) > 1 else []
+    rest = [" · ".join(p for p in own if p not in common) for own in parts]
+    return " · ".join(common), [r or "nothing more" for r in rest]

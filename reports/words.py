@@ -34,7 +34,7 @@ def right(report: Report, best: Point) -> str:
 
 def levels(report: Report) -> str:
     found = sorted({f"{100 * p.tps.level:.0f} %" for p in report.points if p.tps.level})
-    return " and ".join(found) or "none stored"
+    return " and ".join(found)
 
 
 def small(value: float | None) -> str:

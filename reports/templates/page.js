@@ -32,10 +32,15 @@ function members() {
   return [runs, scoped];
 }
 
-function winner(run, cell, all) {
-  const varies = (a, runs) => runs.some((r) => at(a, r) !== at(a, run));
-  const parts = map.axes.filter((a) => a.detail && a.key !== state.x && a.key !== state.y && varies(a, a.joined ? all : cell));
-  return parts.map((a) => (a.joined ? a.values[at(a, run)] : `${a.title} ${a.values[at(a, run)]}`)).filter((t) => t !== "plain").join(" · ");
+// The rest of the winning configuration: of mesh and recipe what not all runs of the map share, of the others what the
+// cell could choose from.
+function winner(run, runs, all) {
+  const parts = (a, r) => a.values[at(a, r)].split(" · ");
+  const told = map.axes.filter((a) => a.detail && a.key !== state.x && a.key !== state.y);
+  return told.flatMap((a) => {
+    if (a.joined) return parts(a, run).filter((p) => p !== "plain" && !all.every((r) => parts(a, r).includes(p)));
+    return runs.some((r) => at(a, r) !== at(a, run)) ? [`${a.title} ${a.values[at(a, run)]}`] : [];
+  }).join(" · ");
 }
 
 function cell(runs, all, figure, low, high, top) {
@@ -133,7 +138,7 @@ function turn(to) {
 
 function filter() {
   texts ||= rows.map((row) => `${row.dataset.runId} ${row.dataset.engine} ${row.textContent}`.toLowerCase());
-  const words = $("#filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const words = [...$("#filter").value.toLowerCase().matchAll(/"([^"]+)"|[^\s"]+/g)].map((m) => m[1] || m[0]);
   shown = order.filter((row) => words.every((word) => texts[index.get(row)].includes(word)));
   turn(0);
 }
@@ -171,7 +176,7 @@ document.addEventListener("click", (event) => {
   }
 });
 
-if (map.axes.length || map.id.length) render();
+if (map.id.length) render();
 if (body) {
   for (const th of body.parentNode.querySelectorAll("th[data-sort]")) th.addEventListener("click", () => sort(th));
   $("#filter").addEventListener("input", filter);
