@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "fidelity": ("bench.sim.fidelity", "", "predicted against published: errors, intervals, constants"),
     "cancel": ("bench.cancel", "", "end every job and run of a results folder"),
     "profile-report": ("bench.profile_report", "", "top operations, overlap and exposed communication of a profile"),
+    "trace": ("bench.sim.engine", "trace", "timeline of a simulated step for Chrome or Perfetto"),
     "doctor": ("bench.doctor", "", "is this machine fit to measure?"),
 }
 """Name -> (module, prefix of its two functions, help)."""

@@ -139,9 +139,9 @@ class Trace:
     """The step of one rank class.
 
     ``table`` interns :class:`Op` and :class:`Collective`; ``storages`` holds the allocations by number; ``streams``
-    the stream names (0 is the compute stream). ``initial`` are the storages alive before the first step. ``layers``
-    is the depth that was traced and ``period`` the number of layers after which the pattern repeats. ``ranks`` counts
-    the ranks of the class.
+    the stream names (0 is the compute stream). ``initial`` are the storages alive before the first step. ``depths`` is
+    the number of layers that were traced, of each stage of the rank; layers are numbered through. ``rank`` is the rank
+    that was traced.
     """
 
     table: list[Op | Collective] = field(default_factory=list)
@@ -150,9 +150,7 @@ class Trace:
     initial: list[int] = field(default_factory=list)
     events: Events = field(default_factory=Events)
     marks: list[tuple[str, int]] = field(default_factory=list)
-    layers: int = 0
-    period: int = 1
-    ranks: int = 1
+    depths: list[int] = field(default_factory=list)
     rank: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
 

@@ -1,15 +1,17 @@
-"""Repeat the middle layer of a shallow trace: the exact trace of a deeper model, at the cost of the shallow one. No torch.
+"""Repeat the middle layer of a shallow trace: the exact trace of a deeper model, at the cost of the shallow one.
 
-A trace of l layers (a few) becomes one of L. Every event carries the layer it belongs to, or -1. Layers come in *runs*: the
-forward goes up through them, the backward down, a foreach call of the optimizer goes through the tensors of one layer
-after the other. In each run the events of the middle layer m are repeated L - l times. What an event refers to (a
-storage, a mark of a stream) is named by where it was made: (run, place within the layer's events, layer), and references
-between layers keep their distance. Before that, :func:`middle` checks that layers m and m + 1 are the same under this
-naming, in every run; if they are not, the caller must trace more layers.
+A trace of l layers (a few) becomes one of L. Every event carries the layer it belongs to, or -1. Layers come in *runs*:
+the forward goes up through them, the backward down, a foreach call of the optimizer goes through the tensors of one
+layer after the other. In each run the events of the middle layer m are repeated L - l times. What an event refers to (a
+storage, a mark of a stream) is named by where it was made: (run, place within the layer's events, layer), and
+references between layers keep their distance. Before that, :func:`middle` checks that layers m and m + 1 are the same
+under this naming, in every run; if they are not, the caller must trace more layers. A rank with two pipeline stages has
+two groups of layers, each with a middle of its own. No torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +41,8 @@ class Stretch:
 
 @dataclass
 class Expanded:
-    """The events of the deep model as arrays. ``arg`` of storage events indexes ``storage`` (a number in ``Trace.storages``
-    whose size, stream and category hold), that of RECORD and WAIT is a handle of its own."""
+    """The events of the deep model as arrays. ``arg`` of storage events indexes ``storage`` (a number in
+    ``Trace.storages`` whose size, stream and category hold), that of RECORD and WAIT is a handle of its own."""
 
     kind: Ints
     arg: Ints
@@ -76,7 +78,6 @@ class _Names:
     def __init__(self, trace: Trace, cuts: list[Stretch]):
         self.key: dict[tuple[bool, int], tuple[int, int]] = {}  # (is a handle, raw number) -> (key number, layer)
         self.keys: dict[tuple[int, int], int] = {}
-        self.raw: dict[tuple[int, int], int] = {}  # (key number, layer) -> raw number
         kinds, args = trace.events.kind, trace.events.arg
         for cut in cuts:
             ordinal = 0
@@ -84,26 +85,54 @@ class _Names:
                 if kinds[i] in _DEFINES:
                     number = self.keys.setdefault((cut.run, ordinal), len(self.keys))
                     self.key[kinds[i] == Event.RECORD, args[i]] = (number, cut.layer)
-                    self.raw[number, cut.layer] = args[i]
                     ordinal += 1
+
+    def storages(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Raw number and (key number, layer) of the storages that were made in layers."""
+        return ((raw, name) for (handle, raw), name in self.key.items() if not handle)
 
     def of(self, kind: int, arg: int) -> tuple[int, int]:
         """(key number, layer), or (-1 - raw number, -1) for what was made outside of layers."""
         return self.key.get((kind in (Event.RECORD, Event.WAIT), arg), (-1 - arg, -1))
 
 
-def middle(trace: Trace) -> int:
-    """A layer that equals the next one in every run. Raises NotPeriodic if there is none."""
+@dataclass(frozen=True)
+class Growth:
+    """Layers after ``after`` move up by ``extra``; the clones of layer ``after`` take their place."""
+
+    after: int
+    extra: int
+    first: int
+
+
+def growths(trace: Trace, depths: list[int]) -> list[Growth]:
+    """Where and by how much each stage grows. Raises NotPeriodic, or ValueError if the trace is the deeper one."""
     cuts = stretches(trace)
     names = _Names(trace, cuts)
     runs: dict[int, dict[int, Stretch]] = {}
     for cut in cuts:
         runs.setdefault(cut.run, {})[cut.layer] = cut
-    # the last layer is never like the one before it, and the first never like the second: both are left as they are
-    for m in range(1, trace.layers - 2):
-        if all(_repeats(trace, names, run, m) for run in runs.values()):
+    out, first = [], 0
+    for traced, wanted in zip(trace.depths, depths, strict=True):
+        if wanted < traced:
+            raise ValueError(f"{traced} layers were traced, {wanted} are asked for")
+        if wanted > traced:
+            out.append(Growth(_middle(trace, names, runs, first, traced), wanted - traced, first))
+        first += traced
+    return out
+
+
+def _middle(trace: Trace, names: _Names, runs: dict[int, dict[int, Stretch]], first: int, depth: int) -> int:
+    """A layer of [first, first + depth) that equals the next one in every run.
+
+    The last layer is never like the one before it, and the first never like the second: both are left as they are.
+    """
+    inside = range(first, first + depth)
+    own = [{layer: cut for layer, cut in run.items() if layer in inside} for run in runs.values()]
+    for m in range(first + 1, first + depth - 2):
+        if all(_repeats(trace, names, run, m) for run in own if run):
             return m
-    raise NotPeriodic(f"no two of {trace.layers} traced layers are alike")
+    raise NotPeriodic(f"no two of {depth} traced layers are alike")
 
 
 def _repeats(trace: Trace, names: _Names, run: dict[int, Stretch], m: int) -> bool:
@@ -138,54 +167,65 @@ def _alike(s: Storage) -> tuple[Any, ...]:
     return s.bytes, s.stream, s.category, s.sharded
 
 
-def expand(trace: Trace, layers: int) -> Expanded:
-    """The events of ``layers`` layers. Raises NotPeriodic where the trace can not be repeated, ValueError if it is deeper."""
-    extra = layers - trace.layers
-    if extra < 0:
-        raise ValueError(f"{trace.layers} layers were traced, {layers} are asked for")
-    m = middle(trace) if extra else trace.layers
+def expand(trace: Trace, depths: list[int]) -> Expanded:
+    """The events of stages of ``depths`` layers. Raises as :func:`growths`."""
+    grow = growths(trace, depths)
     cuts = stretches(trace)
     names = _Names(trace, cuts)
-    args, relative = _resolve(trace, names, layers, m, extra)
+    real = _Numbering(trace.depths, grow)
+    total = sum(depths)
+    args, relative = _resolve(trace, names, total, real)
     columns = [np.asarray(c, dtype=np.int64) for c in (trace.events.kind, trace.events.stream, trace.events.layer)]
-    order, shift = _order(len(args), cuts, m, extra)
+    order, shift = _order(len(args), cuts, grow)
     kind, stream, layer = (c[order] for c in columns)
-    layer = np.where(layer < 0, -1, np.where(layer > m, layer + extra, layer + shift))
-    return Expanded(kind, args[order] + shift * relative[order], stream, layer,
-                    _templates(trace, names, layers, m, extra))  # fmt: skip
+    moved = np.asarray([*(real(i) for i in range(sum(trace.depths))), -1], dtype=np.int64)
+    return Expanded(kind, args[order] + shift * relative[order], stream,
+                    np.where(layer < 0, -1, moved[layer] + shift), _templates(trace, names, total, grow, real))  # fmt: skip
 
 
-def _resolve(trace: Trace, names: _Names, layers: int, m: int, extra: int) -> tuple[Ints, Ints]:
+class _Numbering:
+    """Traced layer -> its number in the deep model, and the stage it is in."""
+
+    def __init__(self, depths: list[int], grow: list[Growth]):
+        self.grow = grow
+        self.stages = [slot for slot, depth in enumerate(depths) for _ in range(depth)]
+
+    def __call__(self, layer: int) -> int:
+        return layer + sum(g.extra for g in self.grow if layer > g.after)
+
+    def seen_from(self, layer: int, here: int) -> int:
+        """Within a stage the distance counts; from elsewhere, or from outside of layers, the layer itself."""
+        if here >= 0 and self.stages[here] == self.stages[layer]:
+            return self(here) + layer - here
+        return self(layer)
+
+
+def _resolve(trace: Trace, names: _Names, total: int, real: _Numbering) -> tuple[Ints, Ints]:
     """New argument of every event of the shallow trace, and 1 where it moves with a clone's layer.
 
     Named things get key number x layers + layer; the others follow, in the order of their raw numbers.
     """
-    real = lambda layer: layer + extra if layer > m else layer
-    base = len(names.keys) * layers
+    base = len(names.keys) * total
     args, relative = [], []
     for kind, arg, here in zip(trace.events.kind, trace.events.arg, trace.events.layer, strict=True):
-        if kind not in _REFERS:
-            args.append(arg)
-            relative.append(0)
-            continue
-        key, at = names.of(kind, arg)
-        if key < 0:
-            args.append(base + arg)
+        key, at = names.of(kind, arg) if kind in _REFERS else (0, -1)
+        if at < 0:
+            args.append(base + arg if kind in _REFERS else arg)
             relative.append(0)
         else:
-            # from inside a layer the distance counts, from outside the layer itself
-            there = real(here) + at - here if here >= 0 else real(at)
-            args.append(key * layers + there)
-            relative.append(1)
+            args.append(key * total + real.seen_from(at, here))
+            relative.append(int(here >= 0 and real.stages[here] == real.stages[at]))
     return np.asarray(args, dtype=np.int64), np.asarray(relative, dtype=np.int64)
 
 
-def _order(length: int, cuts: list[Stretch], m: int, extra: int) -> tuple[Ints, Ints]:
+def _order(length: int, cuts: list[Stretch], grow: list[Growth]) -> tuple[Ints, Ints]:
     """Index into the shallow events and layer shift of every deep event."""
     order, shift, at = [], [], 0
+    extras = {g.after: g.extra for g in grow}
     descending = {a.run for a, b in zip(cuts, cuts[1:], strict=False) if a.run == b.run and b.layer < a.layer}
     for cut in cuts:
-        if cut.layer != m or not extra:
+        extra = extras.get(cut.layer, 0)
+        if not extra:
             continue
         clone = np.arange(cut.start, cut.end)
         down = cut.run in descending
@@ -201,18 +241,13 @@ def _order(length: int, cuts: list[Stretch], m: int, extra: int) -> tuple[Ints, 
     return np.concatenate(order), np.concatenate(shift)
 
 
-def _templates(trace: Trace, names: _Names, layers: int, m: int, extra: int) -> Ints:
+def _templates(trace: Trace, names: _Names, total: int, grow: list[Growth], real: _Numbering) -> Ints:
     """New storage number -> raw storage number that has its size, stream and category."""
-    base = len(names.keys) * layers
+    base = len(names.keys) * total
     out = np.full(base + len(trace.storages), -1, dtype=np.int64)
     out[base:] = np.arange(len(trace.storages))
-    for (key, layer), raw in names.raw.items():
-        if raw >= len(trace.storages):
-            continue
-        if layer <= m:
-            out[key * layers + layer] = raw
-        if layer == m:
-            out[key * layers + m + 1 : key * layers + m + 1 + extra] = raw
-        if layer > m:
-            out[key * layers + layer + extra] = raw
+    extras = {g.after: g.extra for g in grow}
+    for number, (key, layer) in names.storages():
+        at = key * total + real(layer)
+        out[at : at + 1 + extras.get(layer, 0)] = number
     return out

@@ -146,6 +146,13 @@ class Streams:
             if stream != 0 and axis:
                 self.last_axis[stream] = axis
 
+    def settle(self) -> None:
+        """Let the compute stream wait for everything: the end of a step, or of an action."""
+        late = max(self.time, key=self.now, default=0)
+        if late != 0 and self.now(late) > self.now(0):
+            self.parts.expose(self.last_axis.get(late, "other"), self.now(late) - self.now(0))
+            self.time[0] = self.now(late)
+
     @property
     def end(self) -> float:
         return max(self.time.values(), default=0.0)

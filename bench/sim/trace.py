@@ -20,19 +20,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_sharding_prop_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bench.sim import stages
+from bench.sim import program, stages
 from bench.sim.compiled import as_kernels
 from bench.sim.events import Trace
 from bench.sim.tracer import Group, Tracer, follow_layers, follow_modules, hooks
+from bench.spec import ProgramConfig
 from trainer_core import parallel, train
 from trainer_core.config import TrainConfig
 from trainer_core.evidence import group_axes
 from trainer_core.mesh import Mesh
 from trainer_core.parallel.context import positions
 
+OURS = ProgramConfig()
 STEPS = 2
 """Adam's states appear at the end of the first step; the second is the steady one."""
 
@@ -53,7 +55,6 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 def _forget_meshes() -> None:
     """DTensor keeps plans by mesh, and takes an equal mesh of a later world for the one whose groups are gone."""
     _clear_sharding_prop_cache()
-    _clear_fast_path_sharding_prop_cache()
     clear_redistribute_planner_cache()
     ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
 
@@ -96,28 +97,30 @@ def reduced(config: TrainConfig, layers: int) -> TrainConfig:
     return replace(config, model=replace(config.model, layers=min(layers, config.model.layers)))
 
 
-def trace_rank(
-    config: TrainConfig, rank: int = 0, steps: int = STEPS, kind: str = "cuda", keep_outputs: bool = False
-) -> Trace:
-    """Trace ``steps`` optimizer steps of ``rank`` in ``config``, at the depth that the config says."""
-    device = torch.device("cpu")
+def trace_rank(spec: RunSpec, rank: int = 0, depth: int = 6, steps: int = STEPS, kind: str = "cuda") -> Trace:
+    """Trace ``steps`` optimizer steps of ``rank``, with at most ``depth`` layers a stage, on a device of ``kind``."""
+    config, device = reduced(spec.config, depth), torch.device("cpu")
     tracer = Tracer()
     tracer.trace.rank = rank
-    with fake_world(rank, config.parallel.world_size), as_on_device(kind), without_collector():
-        with as_kernels(tracer, config):
-            trainer = train.setup(config, device, init=False)
-            tracer.groups = groups_of(trainer.mesh)
-            with FakeTensorMode(allow_non_fake_inputs=True), hooks(tracer), stages.transfers(tracer):
-                materialize(tracer, trainer)
-                if trainer.schedule is not None:
-                    stages.prepare(tracer, trainer.schedule, config, keep_outputs)
-                    tracer.trace.facts["actions"] = stages.action_table(trainer.schedule)
-                    tracer.trace.facts["slots"] = stages.slot_table(trainer.schedule)
-                with tracer:
-                    for step in range(1, steps + 1):
-                        tracer.mark("step", step)
-                        trainer.train_step(step, batch(config, device))
-                    tracer.mark("end")
+    with contextlib.ExitStack() as stack:
+        for context in (fake_world(rank, config.parallel.world_size), as_on_device(kind), without_collector(),
+                        as_kernels(tracer, config), program.variant(spec.program)):  # fmt: skip
+            stack.enter_context(context)
+        trainer = train.setup(config, device, init=False)
+        tracer.groups = groups_of(trainer.mesh)
+        for context in (FakeTensorMode(allow_non_fake_inputs=True), hooks(tracer), stages.transfers(tracer)):
+            stack.enter_context(context)
+        materialize(tracer, trainer)
+        program.adjust(trainer, spec.program)
+        if trainer.schedule is not None:
+            stages.prepare(tracer, trainer.schedule, config, spec.program.stage_outputs_kept)
+            tracer.trace.facts |= {"actions": stages.action_table(trainer.schedule),
+                                   "slots": stages.slot_table(trainer.schedule)}  # fmt: skip
+        stack.enter_context(tracer)
+        for step in range(1, steps + 1):
+            tracer.mark("step", step)
+            trainer.train_step(step, batch(config, device))
+        tracer.mark("end")
     return tracer.trace
 
 

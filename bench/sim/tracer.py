@@ -51,6 +51,7 @@ class Tracer(TorchDispatchMode):
         super().__init__()
         self.trace = Trace()
         self.groups = groups or {}
+        self.started: list[int] = []  # handles of sends and receives that no work stands for yet
         self.paused = 0
         self.layer = -1
         self.modules: list[str] = []
@@ -324,21 +325,11 @@ class Tracer(TorchDispatchMode):
             for t in outputs[:1] if functional else []:
                 self._pending[t.untyped_storage()._cdata] = handle
             if not functional:
-                self.point_to_point.append(handle)
+                self.started.append(handle)
 
     def group(self, args: Any) -> Group:
         name = next((n for n in map(group_name, args) if n), "")
         return self.groups.get(name) or Group("world", *_size_and_stride(name))
-
-    @property
-    def point_to_point(self) -> list[int]:
-        """Handles of started sends and receives that nothing has waited for yet."""
-        return self.__dict__.setdefault("_point_to_point", [])
-
-    def wait_point_to_point(self) -> None:
-        for handle in self.point_to_point:
-            self.add(Event.WAIT, handle)
-        self.point_to_point.clear()
 
 
 def _size_and_stride(name: str) -> tuple[int, int]:
@@ -440,25 +431,25 @@ def _pop(stack: list[str]) -> None:
     stack.pop()
 
 
-def follow_layers(tracer: Tracer, blocks: list[nn.Module]) -> None:
-    """Set ``tracer.layer`` while a block's forward and backward run.
+def follow_layers(tracer: Tracer, blocks: list[nn.Module], offset: int = 0) -> None:
+    """Set ``tracer.layer`` while a block's forward and backward run; the first block is layer ``offset``.
 
     A layer's backward begins when the gradient of its output arrives and ends when that of its input is done. The
     block's class is replaced, since a hook on a compiled block would become part of its graph.
     """
-    numbers = {id(block): number for number, block in enumerate(blocks)}
+    numbers = {id(block): number for number, block in enumerate(blocks, offset)}
     classes: dict[type, type] = {}
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         number = numbers[id(self)]
         tracer.layer = number
         tracer.modules.append("layers.*")
-        if number == 0:
+        if number == offset:
             _on_gradient(args[0], tracer.leave_layers)
         out = original(self)(*args, **kwargs)
         tracer.modules.pop()
         _on_gradient(out, lambda: setattr(tracer, "layer", number))
-        if number == len(blocks) - 1:
+        if number == offset + len(blocks) - 1:
             tracer.leave_layers()
         return out
 

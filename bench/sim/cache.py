@@ -1,0 +1,129 @@
+"""The traces of a plan: made once, kept on disk under what they depend on.
+
+A trace does not depend on the device's speed, its links, or the number of data-parallel ranks: hardware, links and
+world size along dp re-cost a cached trace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from bench.sim.events import Trace
+from bench.sim.predict import Traced
+from bench.spec import ROOT, RunSpec
+from trainer_core.config import TrainConfig
+
+DEPTH = 6
+"""Layers traced of each stage: enough for a middle layer whose neighbours' neighbours are no edge."""
+
+
+class Unsupported(Exception):
+    """A plan that can not be traced, with the reason."""
+
+
+def folder() -> Path:
+    """$XDG_CACHE_HOME/meshmark/traces, or ~/.cache/meshmark/traces."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshmark" / "traces"
+
+
+@cache
+def _code() -> str:
+    """Digest of what makes a trace, and of the versions of torch and torchao."""
+    from bench.spec import _version
+
+    files = sorted([*ROOT.glob("trainer_core/**/*.py"), *ROOT.glob("bench/sim/*.py")])
+    text = "\0".join([_version("torch"), _version("torchao"), *(f.read_text() for f in files)])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def key_of(spec: RunSpec, kind: str) -> str:
+    """What the trace depends on: the program and its shapes."""
+    data: dict[str, Any] = asdict(spec.config)
+    for section in ("checkpoint",):
+        data.pop(section)
+    for name in ("steps", "warmup_steps", "seed", "init_from", "deterministic"):
+        data["train"].pop(name)
+    data["optim"] = {"impl": spec.config.optim.impl, "clip": spec.config.optim.clip_norm > 0}
+    data["data"] = {"seq_len": spec.config.data.seq_len}
+    data["program"] = asdict(spec.program)
+    return hashlib.sha256(json.dumps([data, kind, _code()], sort_keys=True).encode()).hexdigest()[:24]
+
+
+def traces_of(spec: RunSpec, kind: str) -> Traced:
+    """The traces of ``spec`` on a device of ``kind`` (cpu, cuda). Raises Unsupported."""
+    path = folder() / f"{key_of(spec, kind)}.pickle"
+    traces = _load(path)
+    if traces is None:
+        traces = _make(spec, kind)
+        _store(path, traces)
+    return assemble(spec, traces)
+
+
+def assemble(spec: RunSpec, traces: dict[int, Trace]) -> Traced:
+    """``traces``: pipeline rank -> trace; ranks between the first and the last are like rank 1."""
+    c = spec.config
+    order = sorted(traces)
+    kinds = [order.index(_like(rank, c)) for rank in range(c.parallel.pp)]
+    layers = c.stage_layers()
+    placement = [c.rank_stages(rank) for rank in range(c.parallel.pp)]
+    depths = [[len(layers[s]) for s in stages] for stages in placement]
+    return Traced([traces[r] for r in order], kinds, depths, placement, spec.program.pp_lockstep)
+
+
+def _like(rank: int, c: TrainConfig) -> int:
+    """The pipeline rank that is traced in place of ``rank``."""
+    return rank if rank in (0, c.parallel.pp - 1) else 1
+
+
+def _make(spec: RunSpec, kind: str) -> dict[int, Trace]:
+    from bench.sim.expand import NotPeriodic
+    from bench.sim.trace import trace_rank
+
+    c = spec.config
+    inner = c.parallel.world_size // c.parallel.pp
+    out: dict[int, Trace] = {}
+    for rank in sorted({_like(r, c) for r in range(c.parallel.pp)}):
+        wanted = [len(c.stage_layers()[s]) for s in c.rank_stages(rank)]
+        for depth in (DEPTH * _period(c), (DEPTH + 2) * _period(c), max(map(len, c.stage_layers()))):
+            try:
+                trace = trace_rank(spec, rank * inner, depth=depth, kind=kind)
+                _check_growth(trace, wanted)
+            except NotPeriodic:
+                continue
+            out[rank] = trace
+            break
+    return out
+
+
+def _period(c: TrainConfig) -> int:
+    return c.ac.k if c.ac.mode == "every_k" else 1
+
+
+def _check_growth(trace: Trace, wanted: list[int]) -> None:
+    from bench.sim.expand import growths
+
+    growths(trace, wanted)
+
+
+def _load(path: Path) -> dict[int, Trace] | None:
+    """A stored trace; one that can not be read counts as absent."""
+    try:
+        with path.open("rb") as file:
+            loaded: dict[int, Trace] = pickle.load(file)
+            return loaded
+    except (OSError, pickle.UnpicklingError, EOFError, AttributeError):
+        return None
+
+
+def _store(path: Path, traces: dict[int, Trace]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(pickle.dumps(traces, protocol=5))
+    temporary.replace(path)
