@@ -23,6 +23,9 @@ from trainer_core.config import TrainConfig
 DEPTH = 6
 """Layers traced of each stage: enough for a middle layer whose neighbours' neighbours are no edge."""
 
+TRACERS = ("cache", "compiled", "events", "fusion", "kernels", "program", "stages", "trace", "tracer")
+"""Modules of bench.sim that a trace depends on; the others only read traces."""
+
 
 class Unsupported(Exception):
     """A plan that can not be traced, with the reason."""
@@ -38,7 +41,8 @@ def _code() -> str:
     """Digest of what makes a trace, and of the versions of torch and torchao."""
     from bench.spec import _version
 
-    files = sorted([*ROOT.glob("trainer_core/**/*.py"), *ROOT.glob("bench/sim/*.py")])
+    own = (ROOT / "bench" / "sim" / f"{name}.py" for name in TRACERS)
+    files = sorted([*ROOT.glob("trainer_core/**/*.py"), *own])
     text = "\0".join([_version("torch"), _version("torchao"), *(f.read_text() for f in files)])
     return hashlib.sha256(text.encode()).hexdigest()
 
