@@ -35,7 +35,6 @@ from sweeps.work import Outcome, exit_code, outcome, read_rows, store_invalid, s
 
 JOBS = ".jobs"
 TASKS = "tasks.json"
-REPORT_DIR = Path("build/report")
 
 
 class Script(SlurmExecutor):
@@ -114,8 +113,13 @@ def arrays(runs: Sequence[Point], cluster: Cluster, prefix: str) -> list[Array]:
     return found
 
 
-def launch(jobs: Sequence[Sequence[str]], own: OwnKeys, dryrun: str | None = None) -> int:
-    """Submit every point that is neither finished nor queued already; the exit code. Raises ConfigError."""
+def launch(
+    jobs: Sequence[Sequence[str]], own: OwnKeys, dryrun: str | None = None, report: str = "build/report"
+) -> int:
+    """Submit every point that is neither finished nor queued already; the exit code. Raises ConfigError.
+
+    ``dryrun``: a folder for the job scripts, instead of submitting them. ``report``: where ``report=after`` builds it.
+    """
     cluster = Cluster.load(own.cluster or "", own.cluster_changes)
     points = build(jobs)
     if points and all(p.problems for p in points):
@@ -139,7 +143,7 @@ def launch(jobs: Sequence[Sequence[str]], own: OwnKeys, dryrun: str | None = Non
     runs = todo(points, stored, None, own.only == "failed")
     submitted, failure = submit_all(arrays(runs, cluster, prefix), cluster, results, where)
     if own.report == "after" and submitted:
-        submitted.append(submit_report(submitted, cluster, results, prefix))
+        submitted.append(submit_report(submitted, cluster, results, prefix, Path(report)))
     return conclude(points, results, submitted, failure)
 
 
@@ -228,15 +232,15 @@ def _sbatch(script: Path, name: str, since: float) -> str:
         raise
 
 
-def submit_report(ids: Sequence[str], cluster: Cluster, results: Path, prefix: str) -> str:
+def submit_report(ids: Sequence[str], cluster: Cluster, results: Path, prefix: str, out: Path) -> str:
     """A job that builds the report once all others have ended, however they ended."""
     folder = results / JOBS / f"{prefix}-report"
     folder.mkdir(parents=True)
     small = replace(cluster, gpu_request="none", cpus_per_task=None, exclusive=None)
     parameters = small.sbatch_parameters(1, 1)
     extra = {"output": f"{_percent(folder)}/%j.log", **parameters.pop("additional_parameters")}
-    python, where, out = _python(cluster), shlex.quote(str(results)), shlex.quote(str(REPORT_DIR.resolve()))
-    command = f"{python} -m bench status {where}; exec {python} -m reports build {where} -o {out}"
+    python, where, to = _python(cluster), shlex.quote(str(results)), shlex.quote(str(out.resolve()))
+    command = f"{python} -m bench status {where}; exec {python} -m reports build {where} -o {to}"
     text = Script.text(
         folder, command, 0, job_name=f"{prefix}-report", setup=[*cluster.setup_lines(), _our_path()],
         dependency=f"afterany:{':'.join(ids)}", additional_parameters=extra, **parameters,

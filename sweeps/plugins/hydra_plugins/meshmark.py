@@ -60,13 +60,14 @@ class LocalLauncher(Launcher):
 
 
 class SlurmLauncher(Launcher):
-    """Submits the points as job arrays and returns; ``dryrun`` names a folder for the job scripts instead."""
+    """Submits the points as job arrays and returns; ``dryrun`` names a folder for the job scripts instead, ``report``
+    the one in which ``report=after`` builds the report."""
 
     own: OwnKeys
     exit_code = 0
 
-    def __init__(self, dryrun: str | None = None):
-        self.dryrun = dryrun
+    def __init__(self, dryrun: str | None = None, report: str = "build/report"):
+        self.dryrun, self.report = dryrun, report
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config = config
@@ -74,7 +75,7 @@ class SlurmLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         from sweeps.slurm import launch
 
-        self.exit_code = launch(job_overrides, self.own, self.dryrun)
+        self.exit_code = launch(job_overrides, self.own, self.dryrun, self.report)
         return []
 
 
@@ -90,6 +91,6 @@ ConfigStore.instance().store(
 ConfigStore.instance().store(
     group="hydra/launcher",
     name="slurm",
-    node={"_target_": f"{__name__}.SlurmLauncher", "dryrun": None},
+    node={"_target_": f"{__name__}.SlurmLauncher", "dryrun": None, "report": "build/report"},
     provider="meshmark",
 )
