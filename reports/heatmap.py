@@ -57,7 +57,10 @@ def choose(points: Sequence[Point]) -> tuple[Axis, Axis]:
     Maximises filled cells x filled share, among strategy settings that vary; a setting that varies alone gets one row.
     """
     found = [a for a in axes(points, max(LIMIT)) if a.key.startswith(STRATEGY)] or axes(points, max(LIMIT))
-    best: tuple[float, Axis, Axis] = (0.0, found[0] if found else NOTHING, NOTHING)
+    best: tuple[float, Axis, Axis] = (0.0, NOTHING, NOTHING)
+    for a in found:
+        alone = len({a.of(p) for p in points})
+        best = (alone, a, NOTHING) if best[0] < alone <= LIMIT[0] else best
     for a, b in combinations(found[:12], 2):
         cells = {(a.of(p), b.of(p)) for p in points}
         xs, ys = {x for x, _ in cells}, {y for _, y in cells}

@@ -42,6 +42,7 @@ def _context(report: Report) -> dict[str, Any]:
         "title": report.results.resolve().name, **_summary(report, main), **_losses(report), **_formats(),
         "figures": groups, "sections": [s for s in SECTIONS if s[0] != "scaling" or groups["scaling"]],
         "scopes": len({p.scope for p in report.points}), "levels": words.levels(report), "words": WORDS,
+        "no_mfu": _no_mfu(report),
         "counts": Counter(p.status for p in report.points).most_common(), "head": _head(), "advice": compare.ADVICE,
         "files": partial(_files, report), "data": embed.script_json(embed.data(report, main, tuple(HEAD))),
         "light": Markup(figures.css(False)), "dark": Markup(figures.css(True)), "steps": figures.HEAT,
@@ -93,6 +94,12 @@ def _top(main: Headline | None, report: Report) -> list[Point]:
     ranked = [p for p in main.points if report.advice[p].score is not None] if main else []
     ranked.sort(key=lambda p: -(report.advice[p].score or 0.0))
     return [p for p in ranked if main and p is not main.best][:5]
+
+
+def _no_mfu(report: Report) -> str | None:
+    """The reason that no successful run has an MFU, where they share one."""
+    reasons = {r["mfu_reason"] for r in report.rows if r["status"] == "ok"}
+    return reasons.pop() if len(reasons) == 1 and all(r["mfu"] is None for r in report.rows) else None
 
 
 def _head() -> list[tuple[str, str, bool, str]]:

@@ -116,7 +116,8 @@ def _row(p: Point, advice: Advice, parity: Parity | None, out: Path) -> Row:
     row: Row = {
         "run_id": p.run_id, "strategy": p.name, "model": flat["model.name"], "engine": WORDS.get(p.engine, p.engine),
         "status": p.status, "gpus": p.result.world_size, "seq_len": flat["data.seq_len"],
-        "global_batch_size": flat["train.global_batch_size"], "n": p.tps.n, "level": p.tps.level,
+        "global_batch_size": flat["train.global_batch_size"], "mfu_reason": p.metrics["mfu"].reason,
+        "n": p.tps.n, "level": p.tps.level,
         "memory_gib": table.rounded(memory.value, "GiB"),
         "memory_kind": None if memory.value is None else MEMORY[kind], "memory_rank": p.result.memory_rank,
         "score": table.rounded(advice.score, "fraction"), "advice": advice.word,

@@ -45,6 +45,7 @@ COLUMNS: tuple[Column, ...] = (
         Column(key, title, METRICS[key].unit, METRICS[key].text),
         Column(f"{key}_low", f"{title} low", METRICS[key].unit),
         Column(f"{key}_high", f"{title} high", METRICS[key].unit))),
+    Column("mfu_reason", "Why no MFU"),
     Column("n", "n", "count", "samples behind TPS/GPU: steps, windows or runs"),
     Column("level", "Level", "fraction", "confidence of the interval of TPS/GPU"),
     Column("memory_gib", "Memory", "GiB", "peak of the worst rank"),
