@@ -8,9 +8,16 @@ layer (see there).
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    Column = array[int]
 
 DTYPE_BYTES = {
     "fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp4": 1, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
@@ -119,10 +126,10 @@ class Storage:
 class Events:
     """Columns of equal length, in program order. ``layer`` is -1 outside the repeated blocks."""
 
-    kind: list[int] = field(default_factory=list)
-    arg: list[int] = field(default_factory=list)
-    stream: list[int] = field(default_factory=list)
-    layer: list[int] = field(default_factory=list)
+    kind: Column = field(default_factory=lambda: array("b"))
+    arg: Column = field(default_factory=lambda: array("i"))
+    stream: Column = field(default_factory=lambda: array("b"))
+    layer: Column = field(default_factory=lambda: array("h"))
 
     def add(self, kind: int, arg: int, stream: int, layer: int = -1) -> None:
         self.kind.append(kind)
@@ -154,14 +161,33 @@ class Trace:
     rank: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
 
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Bytes of every storage."""
+        return np.fromiter((s.bytes for s in self.storages), np.int64, len(self.storages))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Storages as columns: a trace has ten thousands of them, of a few kinds."""
+        kinds: dict[tuple[Any, ...], int] = {}
+        index = array("i", (kinds.setdefault((s.bytes, s.stream, s.category, s.sharded), len(kinds))
+                            for s in self.storages))  # fmt: skip
+        state = {name: getattr(self, name) for name in self.__slots__ if name != "storages"}
+        return {**state, "storages": (list(kinds), index)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        kinds, index = state.pop("storages")
+        shared = [Storage(*kind) for kind in kinds]
+        self.storages = [shared[i] for i in index]
+        for name, value in state.items():
+            setattr(self, name, value)
+
 
 class Prices(Protocol):
     """What :mod:`bench.sim.schedule` asks of a cost model.
 
-    ``op`` returns seconds and what bounds the kernel; ``collective`` seconds alone on its links, and ``link`` the class of
-    the slowest of them (``up`` inside a node, ``out`` across nodes), on which collectives get in each other's way; ``contention`` is the
-    share of an overlapped collective's time that it takes from compute; ``async_tp_hidden`` the share of a decomposed
-    collective's time that its GEMM hides.
+    ``op`` returns seconds and what bounds the kernel; ``collective`` seconds alone on its links, and ``link`` the class
+    of the slowest of them (``up`` inside a node, ``out`` across nodes), on which collectives get in each other's way;
+    ``contention`` is the share of an overlapped collective's time that it takes from compute; ``async_tp_hidden`` the
+    share of a decomposed collective's time that its GEMM hides.
     """
 
     contention: float

@@ -11,32 +11,21 @@ two groups of layers, each with a middle of its own. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bench.sim.events import Event, Storage, Trace
+from bench.sim.events import Event, Trace
 
 Ints = npt.NDArray[np.int64]
 _DEFINES = (Event.ALLOC.value, Event.RECORD.value)
-_REFERS = (Event.ALLOC.value, Event.FREE.value, Event.RECORD.value, Event.WAIT.value)
+_STORAGES = (Event.ALLOC.value, Event.FREE.value)
+_HANDLES = (Event.RECORD.value, Event.WAIT.value)
 
 
 class NotPeriodic(Exception):
     """The traced layers differ where they would have to be the same."""
-
-
-@dataclass
-class Stretch:
-    """The consecutive events [start, end) of one layer in run ``run``."""
-
-    run: int
-    layer: int
-    start: int
-    end: int
 
 
 @dataclass
@@ -51,203 +40,185 @@ class Expanded:
     storage: Ints
 
 
-def stretches(trace: Trace) -> list[Stretch]:
-    """Cut the labelled events into stretches of one layer; a run goes on while layers follow each other one way."""
-    out: list[Stretch] = []
-    run, direction, previous = -1, 0, -1
-    layers = np.asarray(trace.events.layer, dtype=np.int64)
-    edges = [0, *(np.flatnonzero(np.diff(layers)) + 1).tolist(), len(layers)]
-    for start, end in zip(edges, edges[1:], strict=False):
-        layer = int(layers[start]) if end > start else -1
-        if layer < 0:
-            previous = -1
-            continue
-        step = layer - previous
-        if previous < 0 or abs(step) != 1 or (direction and step != direction):
-            run, direction = run + 1, 0
-        else:
-            direction = step
-        out.append(Stretch(run, layer, start, end))
-        previous = layer
-    return out
-
-
-class _Names:
-    """(run, ordinal) of every storage and handle, by its raw number; -1 where it was made outside of layers."""
-
-    def __init__(self, trace: Trace, cuts: list[Stretch]):
-        self.key: dict[tuple[bool, int], tuple[int, int]] = {}  # (is a handle, raw number) -> (key number, layer)
-        self.keys: dict[tuple[int, int], int] = {}
-        kinds, args = trace.events.kind, trace.events.arg
-        for cut in cuts:
-            ordinal = 0
-            for i in range(cut.start, cut.end):
-                if kinds[i] in _DEFINES:
-                    number = self.keys.setdefault((cut.run, ordinal), len(self.keys))
-                    self.key[kinds[i] == Event.RECORD, args[i]] = (number, cut.layer)
-                    ordinal += 1
-
-    def storages(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Raw number and (key number, layer) of the storages that were made in layers."""
-        return ((raw, name) for (handle, raw), name in self.key.items() if not handle)
-
-    def of(self, kind: int, arg: int) -> tuple[int, int]:
-        """(key number, layer), or (-1 - raw number, -1) for what was made outside of layers."""
-        return self.key.get((kind in (Event.RECORD, Event.WAIT), arg), (-1 - arg, -1))
-
-
 @dataclass(frozen=True)
 class Growth:
     """Layers after ``after`` move up by ``extra``; the clones of layer ``after`` take their place."""
 
     after: int
     extra: int
-    first: int
+
+
+class _Named:
+    """A trace's columns, cut into stretches of one layer, with everything that is referred to named.
+
+    ``start``/``end``/``of_layer``/``run`` describe the stretches. For every row, ``name`` is the key of what it makes or
+    refers to, -1 where it refers to nothing that was made in a layer, and ``at`` the layer where that was made.
+    """
+
+    def __init__(self, trace: Trace):
+        e = trace.events
+        self.kind, self.arg, self.stream, self.layer = (
+            np.asarray(c, dtype=np.int64) for c in (e.kind, e.arg, e.stream, e.layer))  # fmt: skip
+        self.trace = trace
+        self._cut()
+        self._name()
+
+    def _cut(self) -> None:
+        """A run goes on while layers follow each other one way."""
+        edges = np.concatenate([[0], np.flatnonzero(np.diff(self.layer)) + 1, [len(self.layer)]])
+        inside = self.layer[edges[:-1]] >= 0
+        self.start, self.end, self.of_layer = edges[:-1][inside], edges[1:][inside], self.layer[edges[:-1]][inside]
+        run, runs, direction = -1, [], 0
+        joined = np.concatenate([[False], self.start[1:] == self.end[:-1]])
+        steps = np.concatenate([[0], np.diff(self.of_layer)])
+        for together, step in zip(joined.tolist(), steps.tolist(), strict=True):
+            if not together or abs(step) != 1 or (direction and step != direction):
+                run, direction = run + 1, 0
+            else:
+                direction = step
+            runs.append(run)
+        self.run = np.asarray(runs, dtype=np.int64)
+
+    def _name(self) -> None:
+        """A key is (run, place among what its layer's stretch makes)."""
+        rows = len(self.kind)
+        stretch = np.full(rows, -1, dtype=np.int64)
+        for i, (a, b) in enumerate(zip(self.start.tolist(), self.end.tolist(), strict=True)):
+            stretch[a:b] = i
+        makes = np.isin(self.kind, _DEFINES) & (stretch >= 0)
+        count = np.concatenate([[0], np.cumsum(makes)])
+        made = np.flatnonzero(makes)
+        ordinal = count[made] - count[self.start[stretch[made]]]
+        wide = int(ordinal.max(initial=0)) + 1
+        _, key = np.unique(self.run[stretch[made]] * wide + ordinal, return_inverse=True)
+        self.keys = int(key.max(initial=-1)) + 1
+        self.name, self.at = np.full(rows, -1, dtype=np.int64), np.full(rows, -1, dtype=np.int64)
+        for kinds in (_STORAGES, _HANDLES):
+            own = np.isin(self.kind, kinds)
+            size = int(self.arg[own].max(initial=-1)) + 1
+            names, layers = np.full(size, -1, dtype=np.int64), np.full(size, -1, dtype=np.int64)
+            mine = np.isin(self.kind[made], kinds)
+            names[self.arg[made[mine]]], layers[self.arg[made[mine]]] = key[mine], self.layer[made[mine]]
+            self.name[own], self.at[own] = names[self.arg[own]], layers[self.arg[own]]
+
+    def alike(self, m: int) -> bool:
+        """Whether layers m and m + 1 are the same in every run that passes both, references taken by distance."""
+        here = {int(r): i for i, r in enumerate(self.run) if self.of_layer[i] == m}
+        there = {int(r): i for i, r in enumerate(self.run) if self.of_layer[i] == m + 1}
+        low, high = np.full(len(set(self.run.tolist())), 1 << 30), np.full(len(set(self.run.tolist())), -1)
+        np.minimum.at(low, self.run, self.of_layer)
+        np.maximum.at(high, self.run, self.of_layer)
+        for run in {*here, *there}:
+            if high[run] <= m or low[run] > m:
+                continue  # the run stays on one side of the cut between them
+            if run not in here or run not in there or not self._same(here[run], there[run]):
+                return False
+        return True
+
+    def _same(self, i: int, j: int) -> bool:
+        a, b = slice(self.start[i], self.end[i]), slice(self.start[j], self.end[j])
+        if a.stop - a.start != b.stop - b.start:
+            return False
+        named = self.name[a] >= 0
+        refers = np.isin(self.kind[a], _STORAGES + _HANDLES)
+        size = self.trace.sizes()
+        alloc = self.kind[a] == Event.ALLOC.value
+        return bool(
+            (self.kind[a] == self.kind[b]).all()
+            and (self.stream[a] == self.stream[b]).all()
+            and (self.name[a] == self.name[b]).all()
+            and (self.at[a] - self.layer[a] == self.at[b] - self.layer[b])[named].all()
+            and (self.arg[a] == self.arg[b])[~named & (~refers | ~alloc)].all()
+            and (size[self.arg[a][alloc]] == size[self.arg[b][alloc]]).all()
+        )
 
 
 def growths(trace: Trace, depths: list[int]) -> list[Growth]:
     """Where and by how much each stage grows. Raises NotPeriodic, or ValueError if the trace is the deeper one."""
-    cuts = stretches(trace)
-    names = _Names(trace, cuts)
-    runs: dict[int, dict[int, Stretch]] = {}
-    for cut in cuts:
-        runs.setdefault(cut.run, {})[cut.layer] = cut
+    return _growths(_Named(trace), depths)
+
+
+def _growths(named: _Named, depths: list[int]) -> list[Growth]:
     out, first = [], 0
-    for traced, wanted in zip(trace.depths, depths, strict=True):
+    for traced, wanted in zip(named.trace.depths, depths, strict=True):
         if wanted < traced:
             raise ValueError(f"{traced} layers were traced, {wanted} are asked for")
         if wanted > traced:
-            out.append(Growth(_middle(trace, names, runs, first, traced), wanted - traced, first))
+            # the last layer is never like the one before it, and the first never like the second
+            inner = range(first + 1, first + traced - 2)
+            after = next((m for m in inner if named.alike(m)), None)
+            if after is None:
+                raise NotPeriodic(f"no two of {traced} traced layers are alike")
+            out.append(Growth(after, wanted - traced))
         first += traced
     return out
 
 
-def _middle(trace: Trace, names: _Names, runs: dict[int, dict[int, Stretch]], first: int, depth: int) -> int:
-    """A layer of [first, first + depth) that equals the next one in every run.
-
-    The last layer is never like the one before it, and the first never like the second: both are left as they are.
-    """
-    inside = range(first, first + depth)
-    own = [{layer: cut for layer, cut in run.items() if layer in inside} for run in runs.values()]
-    for m in range(first + 1, first + depth - 2):
-        if all(_repeats(trace, names, run, m) for run in own if run):
-            return m
-    raise NotPeriodic(f"no two of {depth} traced layers are alike")
-
-
-def _repeats(trace: Trace, names: _Names, run: dict[int, Stretch], m: int) -> bool:
-    """Whether layers m and m + 1 are alike in a run, or the run stays on one side of the cut between them."""
-    if max(run) <= m or min(run) > m:
-        return True
-    return m in run and m + 1 in run and _same(trace, names, run[m], run[m + 1])
-
-
-def _same(trace: Trace, names: _Names, a: Stretch, b: Stretch) -> bool:
-    """Whether two stretches hold the same events, references taken relative to their layer."""
-    if a.end - a.start != b.end - b.start:
-        return False
-    e, s = trace.events, trace.storages
-    for i, j in zip(range(a.start, a.end), range(b.start, b.end), strict=True):
-        kind = e.kind[i]
-        if kind != e.kind[j] or e.stream[i] != e.stream[j]:
-            return False
-        if kind not in _REFERS:
-            if e.arg[i] != e.arg[j]:
-                return False
-            continue
-        (x, lx), (y, ly) = names.of(kind, e.arg[i]), names.of(kind, e.arg[j])
-        if x != y or (x >= 0 and lx - a.layer != ly - b.layer):
-            return False
-        if kind == Event.ALLOC and _alike(s[e.arg[i]]) != _alike(s[e.arg[j]]):
-            return False
-    return True
-
-
-def _alike(s: Storage) -> tuple[Any, ...]:
-    return s.bytes, s.stream, s.category, s.sharded
-
-
 def expand(trace: Trace, depths: list[int]) -> Expanded:
     """The events of stages of ``depths`` layers. Raises as :func:`growths`."""
-    grow = growths(trace, depths)
-    cuts = stretches(trace)
-    names = _Names(trace, cuts)
-    real = _Numbering(trace.depths, grow)
-    total = sum(depths)
-    args, relative = _resolve(trace, names, total, real)
-    columns = [np.asarray(c, dtype=np.int64) for c in (trace.events.kind, trace.events.stream, trace.events.layer)]
-    order, shift = _order(len(args), cuts, grow)
-    kind, stream, layer = (c[order] for c in columns)
-    moved = np.asarray([*(real(i) for i in range(sum(trace.depths))), -1], dtype=np.int64)
-    return Expanded(kind, args[order] + shift * relative[order], stream,
-                    np.where(layer < 0, -1, moved[layer] + shift), _templates(trace, names, total, grow, real))  # fmt: skip
+    named = _Named(trace)
+    grow = _growths(named, depths)
+    layers = sum(trace.depths)
+    extras = np.zeros(layers + 1, dtype=np.int64)
+    for g in grow:
+        extras[g.after] = g.extra
+    moved = np.arange(layers) + np.concatenate([[0], np.cumsum(extras[:-1])])[:layers]
+    stage = np.repeat(np.arange(len(trace.depths)), trace.depths)
+    args, relative = _resolve(named, moved, stage, sum(depths))
+    order, shift = _order(named, extras)
+    kind, stream, layer = named.kind[order], named.stream[order], named.layer[order]
+    moved = np.concatenate([moved, [-1]])  # so that layer -1 stays outside
+    layer = np.where(layer < 0, -1, moved[layer] + shift)
+    return Expanded(kind, args[order] + shift * relative[order], stream, layer,
+                    _templates(named, moved, extras, sum(depths)))  # fmt: skip
 
 
-class _Numbering:
-    """Traced layer -> its number in the deep model, and the stage it is in."""
-
-    def __init__(self, depths: list[int], grow: list[Growth]):
-        self.grow = grow
-        self.stages = [slot for slot, depth in enumerate(depths) for _ in range(depth)]
-
-    def __call__(self, layer: int) -> int:
-        return layer + sum(g.extra for g in self.grow if layer > g.after)
-
-    def seen_from(self, layer: int, here: int) -> int:
-        """Within a stage the distance counts; from elsewhere, or from outside of layers, the layer itself."""
-        if here >= 0 and self.stages[here] == self.stages[layer]:
-            return self(here) + layer - here
-        return self(layer)
-
-
-def _resolve(trace: Trace, names: _Names, total: int, real: _Numbering) -> tuple[Ints, Ints]:
+def _resolve(named: _Named, moved: Ints, stage: Ints, total: int) -> tuple[Ints, Ints]:
     """New argument of every event of the shallow trace, and 1 where it moves with a clone's layer.
 
-    Named things get key number x layers + layer; the others follow, in the order of their raw numbers.
+    Named things get key x layers + layer; the others follow, in the order of their raw numbers. Within a stage the
+    distance between layers counts, from elsewhere, or from outside of layers, the layer itself.
     """
-    base = len(names.keys) * total
-    args, relative = [], []
-    for kind, arg, here in zip(trace.events.kind, trace.events.arg, trace.events.layer, strict=True):
-        key, at = names.of(kind, arg) if kind in _REFERS else (0, -1)
-        if at < 0:
-            args.append(base + arg if kind in _REFERS else arg)
-            relative.append(0)
-        else:
-            args.append(key * total + real.seen_from(at, here))
-            relative.append(int(here >= 0 and real.stages[here] == real.stages[at]))
-    return np.asarray(args, dtype=np.int64), np.asarray(relative, dtype=np.int64)
+    key, at, here = named.name, named.at, named.layer
+    has = key >= 0
+    near = has & (here >= 0)
+    near[near] = stage[here[near]] == stage[at[near]]
+    there = np.where(has, moved[np.maximum(at, 0)], 0)
+    there[near] = moved[here[near]] + at[near] - here[near]
+    refers = np.isin(named.kind, _STORAGES + _HANDLES)
+    args = np.where(has, key * total + there, np.where(refers, named.keys * total + named.arg, named.arg))
+    return args, near.astype(np.int64)
 
 
-def _order(length: int, cuts: list[Stretch], grow: list[Growth]) -> tuple[Ints, Ints]:
+def _order(named: _Named, extras: Ints) -> tuple[Ints, Ints]:
     """Index into the shallow events and layer shift of every deep event."""
     order, shift, at = [], [], 0
-    extras = {g.after: g.extra for g in grow}
-    descending = {a.run for a, b in zip(cuts, cuts[1:], strict=False) if a.run == b.run and b.layer < a.layer}
-    for cut in cuts:
-        extra = extras.get(cut.layer, 0)
-        if not extra:
-            continue
-        clone = np.arange(cut.start, cut.end)
-        down = cut.run in descending
-        until = cut.start if down else cut.end
-        order.append(np.arange(at, until))
-        shift.append(np.zeros(until - at, dtype=np.int64))
-        order.append(np.tile(clone, extra))
+    runs, layers = named.run, named.of_layer
+    falling = {int(runs[i]) for i in range(len(runs) - 1) if runs[i] == runs[i + 1] and layers[i + 1] < layers[i]}
+    for i in np.flatnonzero(extras[layers] > 0).tolist():
+        extra, start, end = int(extras[layers[i]]), int(named.start[i]), int(named.end[i])
+        down = int(runs[i]) in falling
+        until = start if down else end
         steps = np.arange(extra, 0, -1) if down else np.arange(1, extra + 1)
-        shift.append(np.repeat(steps, len(clone)))
+        order += [np.arange(at, until), np.tile(np.arange(start, end), extra)]
+        shift += [np.zeros(until - at, dtype=np.int64), np.repeat(steps, end - start)]
         at = until
-    order.append(np.arange(at, length))
-    shift.append(np.zeros(length - at, dtype=np.int64))
+    order.append(np.arange(at, len(named.kind)))
+    shift.append(np.zeros(len(named.kind) - at, dtype=np.int64))
     return np.concatenate(order), np.concatenate(shift)
 
 
-def _templates(trace: Trace, names: _Names, total: int, grow: list[Growth], real: _Numbering) -> Ints:
+def _templates(named: _Named, moved: Ints, extras: Ints, total: int) -> Ints:
     """New storage number -> raw storage number that has its size, stream and category."""
-    base = len(names.keys) * total
-    out = np.full(base + len(trace.storages), -1, dtype=np.int64)
-    out[base:] = np.arange(len(trace.storages))
-    extras = {g.after: g.extra for g in grow}
-    for number, (key, layer) in names.storages():
-        at = key * total + real(layer)
-        out[at : at + 1 + extras.get(layer, 0)] = number
+    base, count = named.keys * total, len(named.trace.storages)
+    out = np.full(base + count, -1, dtype=np.int64)
+    out[base:] = np.arange(count)
+    made = np.flatnonzero((named.kind == Event.ALLOC.value) & (named.name >= 0))
+    raw, layer = named.arg[made], named.at[made]
+    place = named.name[made] * total + moved[layer]
+    out[place] = raw
+    for m in np.flatnonzero(extras).tolist():
+        mine = layer == m
+        for step in range(1, int(extras[m]) + 1):
+            out[place[mine] + step] = raw[mine]
     return out

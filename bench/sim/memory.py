@@ -10,8 +10,10 @@ is also its own peak.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from bench.sim.events import CATEGORIES, Category
 
@@ -91,7 +93,7 @@ class _Pool:
         block.next, block.size = rest, size
         if self.tail is block:
             self.tail = rest
-        insort(self.free, (rest.size, rest.order, rest), key=_key)
+        insort(self.free, (rest.size, rest.order, rest))
 
     def release(self, block: _Block) -> None:
         """Free ``block`` and join it with its free neighbours."""
@@ -112,14 +114,10 @@ class _Pool:
             if self.tail is after:
                 self.tail = block
         block.free = True
-        insort(self.free, (block.size, block.order, block), key=_key)
+        insort(self.free, (block.size, block.order, block))
 
     def _forget(self, block: _Block) -> None:
-        del self.free[bisect_left(self.free, (block.size, block.order), key=_key)]
-
-
-def _key(entry: tuple[int, float, _Block]) -> tuple[int, float]:
-    return entry[:2]
+        del self.free[bisect_left(self.free, (block.size, block.order))]
 
 
 class CachingAllocator:
@@ -183,27 +181,22 @@ class Footprint:
 
 def live_peak(lifetimes: Lifetimes) -> tuple[int, dict[Category, int]]:
     """Peak of live bytes and their categories at that moment."""
-    sizes, live, peak, at = lifetimes.sizes, 0, 0, -1
-    for i, n in enumerate(lifetimes.order):
-        live += sizes[n] if n >= 0 else -sizes[~n]
-        if live > peak:
-            peak, at = live, i
+    order, sizes = np.asarray(lifetimes.order, dtype=np.int64), np.asarray(lifetimes.sizes, dtype=np.int64)
     by_category = dict.fromkeys(CATEGORIES, 0)
-    for n in alive(lifetimes.order[: at + 1]):
-        by_category[lifetimes.categories[n]] += sizes[n]
-    return peak, by_category
-
-
-def alive(order: Iterable[int]) -> set[int]:
-    """The storages that are allocated and not freed."""
-    out: set[int] = set()
-    for n in order:
-        (out.add if n >= 0 else lambda m: out.discard(~m))(n)
-    return out
+    if not len(order):
+        return 0, by_category
+    number = np.where(order >= 0, order, ~order)
+    live = np.cumsum(np.where(order >= 0, sizes[number], -sizes[number]))
+    at = int(live.argmax())
+    count = np.zeros(len(sizes), dtype=np.int64)
+    np.add.at(count, number[: at + 1], np.where(order[: at + 1] >= 0, 1, -1))
+    for n in np.flatnonzero(count).tolist():
+        by_category[lifetimes.categories[n]] += int(sizes[n])
+    return int(live[at]), by_category
 
 
 def replay(lifetimes: Lifetimes, expandable_segments: bool = False) -> Footprint:
-    """The allocator's state after all events. Raises KeyError for nothing: a free without allocation is ignored."""
+    """The allocator's state after all events; a free without its allocation is ignored."""
     allocator = CachingAllocator(expandable_segments)
     sizes: Sequence[int] = lifetimes.sizes
     allocate, free, streams = allocator.allocate, allocator.free, lifetimes.streams

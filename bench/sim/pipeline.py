@@ -20,11 +20,13 @@ Placed = Callable[[int, str, float, float], None]
 
 @dataclass
 class Rank:
-    """Times of one pipeline rank. ``actions``: (slot, kind) -> the breakdown of each, in the order they run."""
+    """Times of one pipeline rank. ``actions``: (slot, kind) -> the breakdown of each, in the order they run; all of it
+    but ``finish`` is done ``passes`` times (gradient accumulation)."""
 
     start: Breakdown = field(default_factory=Breakdown)
     finish: Breakdown = field(default_factory=Breakdown)
     actions: dict[tuple[int, str], list[Breakdown]] = field(default_factory=dict)
+    passes: int = 1
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,9 @@ def lay_out(
             for cost in reduce:
                 clock[rank] += cost.total
                 parts[rank].add(cost)
+        parts[rank].add(parts[rank], r.passes - 1)
         parts[rank].add(r.finish)
-    seconds = max(clock) + max(r.finish.total for r in ranks)
+    seconds = ranks[0].passes * max(clock) + max(r.finish.total for r in ranks)
     busy = [p.total for p in parts]
     slowest = parts[busy.index(max(busy))]
     slowest.bubble = seconds - max(busy)

@@ -82,43 +82,29 @@ def _transfer(plan: Traced, prices: Prices) -> float:
 
 
 def _actions(events: Expanded, trace: Trace, prices: PriceList) -> pipeline.Rank:
-    """Cut the last step of a rank into its actions and time each."""
+    """Cut the last step of a rank into its actions and time each.
+
+    The pass between the marks ``step`` and ``finish`` (of the last accumulation pass) is the schedule's, what follows
+    the clipping's and the optimizer's.
+    """
     first, end = schedule.step_bounds(events, trace.marks)
     free = _without_transfers(trace, prices)
     rows = [int(r) for r in np.flatnonzero(events.kind == Event.MARK.value) if first <= r <= end]
-    out = pipeline.Rank()
     names = [trace.marks[int(events.arg[r])][0] for r in rows]
-    for name, a, b in zip(names, rows, rows[1:], strict=False):
-        streams = schedule.play(events, a, b, free)
+    passes = names.count("finish")
+    out = pipeline.Rank(passes=passes)
+    begins = [i for i, name in enumerate(names) if name in ("step", "finish")][passes - 1]
+    for i in range(begins, len(rows) - 1):
+        streams = schedule.play(events, rows[i], rows[i + 1], free)
         streams.settle()
-        if name == "step":
+        if i == begins:
             out.start = streams.parts
-        else:
-            slot, kind = int(name.split(":")[1]), name.split(":")[0]
-            out.actions.setdefault((slot, kind), []).append(streams.parts)
-    _move_finish(out, events, trace, free, rows, names)
-    return out
-
-
-def _move_finish(
-    out: pipeline.Rank, events: Expanded, trace: Trace, prices: PriceList, rows: list[int], names: list[str]
-) -> None:
-    """What follows the last action up to the step's end is the optimizer's: book it as the rank's finish."""
-    last = max(i for i, name in enumerate(names) if name not in ("step", "end"))
-    a, b = rows[last], rows[last + 1]
-    optim = prices.part[events.arg[a:b]] == 2
-    ops = (events.kind[a:b] == Event.OP.value) & optim
-    if not ops.any():
-        return
-    cut = a + int(np.flatnonzero(ops)[0])
-    kind, slot = names[last].split(":")
-    for target, start, stop in ((None, cut, b), ((int(slot), kind), a, cut)):
-        streams = schedule.play(events, start, stop, prices)
-        streams.settle()
-        if target is None:
+        elif names[i] == "finish":
             out.finish = streams.parts
         else:
-            out.actions[target][-1] = streams.parts
+            kind, slot = names[i].split(":")
+            out.actions.setdefault((int(slot), kind), []).append(streams.parts)
+    return out
 
 
 def _without_transfers(trace: Trace, prices: PriceList) -> PriceList:

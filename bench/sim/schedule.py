@@ -45,7 +45,7 @@ class Breakdown:
         self.memory_bound += times * other.memory_bound
         self.optimizer += times * other.optimizer
         self.bubble += times * other.bubble
-        for axis, seconds in other.exposed_comm.items():
+        for axis, seconds in list(other.exposed_comm.items()):
             self.expose(axis, times * seconds)
 
     @property
@@ -174,7 +174,8 @@ def play(events: Expanded, start: int, stop: int, prices: PriceList, listener: L
     for i, k, a, s in zip(busy.tolist(), kinds, args, where, strict=True):
         if s == 0 and before[i] > done:
             if listener:
-                _tell(listener, streams.now(0), op, cost, arg, prices, int(np.searchsorted(before, done, "right")) - 1, i)
+                first = int(np.searchsorted(before, done, "right")) - 1
+                _tell(listener, streams.now(0), op, cost, arg, prices, first, i)
             streams.compute(float(before[i] - done))
             done = float(before[i])
         if k == Event.OP.value:

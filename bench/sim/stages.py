@@ -16,6 +16,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import InferenceMode, extract_tensor_metas
 
 from bench.sim.events import Event
+from bench.sim.pipeline import parse
 from bench.sim.tracer import Tracer
 from trainer_core.config import TrainConfig
 from trainer_core.parallel.fsdp import DTYPES
@@ -62,6 +63,15 @@ def prepare(tracer: Tracer, schedule: Any, config: TrainConfig, keep_outputs: bo
     """
     stages = getattr(schedule, "_stages", None) or [schedule._stage]
     schedule._warmup_p2p = lambda *args, **kwargs: None
+    step = schedule.step
+
+    def finish(*args: Any, **kwargs: Any) -> Any:
+        out = step(*args, **kwargs)
+        tracer.mark("finish")
+        tracer.backward_seen = True
+        return out
+
+    schedule.step = finish
     for slot, stage in enumerate(stages):
         stage._inference_mode = InferenceMode.STATIC
         hidden = _hidden(config)
@@ -80,6 +90,7 @@ def _mark(tracer: Tracer, stage: Any, method: str, name: str, slot: int, keep_ou
         kind = "I" if name == "B" and not kwargs.get("full_backward", True) else name
         tracer.mark(f"{kind}:{slot}", 0 if name == "REDUCE" else number)
         out = original(number, *args, **kwargs)
+        tracer.backward_seen = False  # what follows is another action, not yet the optimizer
         if keep_outputs:
             stage.output_chunks.append(out)
         return out
@@ -112,12 +123,28 @@ def _logits(config: TrainConfig) -> torch.Tensor:
 
 def action_table(schedule: Any) -> dict[int, list[str]]:
     """pp rank -> its compute actions as text (``3F0``, ``0B1``), from torch's own tables."""
-    order = getattr(schedule, "pipeline_order", None) or schedule._get_pipeline_order()
-    return {rank: [str(a) for action in row if action is not None for a in (action.sub_actions or (action,))]
-            for rank, row in order.items()}  # fmt: skip
+    return {rank: [text for text in row if text] for rank, row in slot_table(schedule).items()}
 
 
 def slot_table(schedule: Any) -> dict[int, list[str]]:
     """As :func:`action_table`, with empty text for the slots in which a rank waits."""
     order = getattr(schedule, "pipeline_order", None) or schedule._get_pipeline_order()
-    return {rank: ["" if action is None else str(action) for action in row] for rank, row in order.items()}
+    rows: dict[int, list[str]] = {}
+    for rank, row in order.items():
+        slots: list[Any] = [a for action in row for a in (getattr(action, "sub_actions", None) or (action,))]
+        rows[rank] = ["" if a is None else str(a) for a in slots if a is None or a.is_compute_op]
+    return {rank: _renumber(row) for rank, row in rows.items()} if isinstance(schedule, schedules.Schedule1F1B) else rows
+
+
+def _renumber(row: list[str]) -> list[str]:
+    """1F1B takes microbatches in order; torch's table for it (which it does not run) counts the last rank's from 1."""
+    counts: dict[str, int] = {}
+    out = []
+    for text in row:
+        if not text:
+            out.append(text)
+            continue
+        stage, kind, _ = parse(text)
+        out.append(f"{stage}{kind}{counts.get(kind, 0)}")
+        counts[kind] = counts.get(kind, 0) + 1
+    return out

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,7 @@ from bench.sim import program, stages
 from bench.sim.compiled import as_kernels
 from bench.sim.events import Trace
 from bench.sim.tracer import Group, Tracer, follow_layers, follow_modules, hooks
-from bench.spec import ProgramConfig
+from bench.spec import ProgramConfig, RunSpec
 from trainer_core import parallel, train
 from trainer_core.config import TrainConfig
 from trainer_core.evidence import group_axes
@@ -44,7 +45,9 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
     """The default process group as ``rank`` of ``world_size``; nothing is sent."""
     if dist.is_initialized():
         raise RuntimeError("a process group exists in this process: simulate in another one")
+    hook = sys.excepthook  # torch puts one in that prefixes tracebacks with the rank
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    sys.excepthook = hook
     try:
         yield
     finally:
