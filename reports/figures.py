@@ -29,24 +29,37 @@ THEME: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 """Variable -> (light, dark). The series keep apart under the common colour deficiencies (after Okabe and Ito)."""
 
-_MARK = {name: f"#0000{i + 16:02x}" for i, name in enumerate([*THEME, *(f"h{i}" for i in range(HEAT)), "on-heat"])}
+_NAMES = [*THEME, *(f"{kind}{i}" for kind in "ht" for i in range(HEAT))]
+_MARK = {name: f"#0000{i + 16:02x}" for i, name in enumerate(_NAMES)}
+
+
+def _rgb(colour: str) -> tuple[int, ...]:
+    return tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
 
 
 def _mix(low: str, high: str, t: float) -> str:
-    a, b = (tuple(int(c[i : i + 2], 16) for i in (1, 3, 5)) for c in (low, high))
-    return "#" + "".join(f"{round(x + (y - x) * t):02x}" for x, y in zip(a, b, strict=True))
+    return "#" + "".join(f"{round(a + (b - a) * t):02x}" for a, b in zip(_rgb(low), _rgb(high), strict=True))
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance (WCAG 2.1)."""
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in (x / 255 for x in _rgb(colour))]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(a: str, b: str) -> float:
+    """Contrast ratio (WCAG 2.1): 4.5 is the least for text."""
+    light, dark = sorted((luminance(a), luminance(b)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
 
 
 def variables(dark: bool) -> dict[str, str]:
-    """CSS variables of one theme, heat scale included: from near the surface to the accent."""
+    """CSS variables of one theme; the heat scale h0.. goes from near the surface to the accent, with text in t0.."""
+    low, high = (("#e9f0f8", "#174a85"), ("#22303f", "#8fc1f5"))[dark]
+    heat = [_mix(low, high, i / (HEAT - 1)) for i in range(HEAT)]
+    text = [max(("#ffffff", "#05080b"), key=lambda ink: contrast(ink, h)) for h in heat]
     out = {name: pair[dark] for name, pair in THEME.items()}
-    low = ("#e9f0f8", "#22303f")[dark]
-    high = ("#174a85", "#8fc1f5")[dark]
-    return (
-        out
-        | {f"h{i}": _mix(low, high, i / (HEAT - 1)) for i in range(HEAT)}
-        | {"on-heat": ("#ffffff", "#10151b")[dark]}
-    )
+    return out | {f"h{i}": h for i, h in enumerate(heat)} | {f"t{i}": t for i, t in enumerate(text)}
 
 
 def css(dark: bool) -> str:
@@ -61,11 +74,6 @@ def color(name: str) -> str:
 def heat_step(value: float, low: float, high: float) -> int:
     """Step 0..HEAT-1 of the sequential scale; one value alone is in its middle."""
     return round((value - low) / (high - low) * (HEAT - 1)) if high > low else HEAT // 2
-
-
-def heat_ink(step: int) -> str:
-    """The variable of the text colour that stays readable on a step."""
-    return "on-heat" if step >= 5 else "ink"
 
 
 def clean(text: str, limit: int = 52) -> str:

@@ -202,10 +202,11 @@ def lines(name: str, title: str, key: str, series: Sequence[Sequence[Point]]) ->
         ax.set_xticks(ticks[::step], [f"{t:,}" for t in ticks[::step]])
         ax.minorticks_off()
         fig.legend(loc="outside lower left", ncols=1)
+        svg = figures.to_svg(pyplot, fig, name)
     note = "Dotted: the first point's rate kept (perfect scaling)" if ideal else "All else is equal along a line"
     more = f"; {len(shown)} of {len(series)} such lines" if len(series) > len(shown) else ""
     shared = f"All: {clean(common, 90)}. " if common else ""
-    return Drawing(name, title, shared + note + more, figures.to_svg(pyplot, fig, name), "scaling")
+    return Drawing(name, title, shared + note + more, svg, "scaling")
 
 
 def heat(name: str, title: str, unit: str, points: Sequence[Point], x: Axis, y: Axis, memory: bool) -> Drawing:
@@ -269,7 +270,7 @@ def _paint(ax: Any, grid: Mapping[tuple[Any, Any], heatmap.Cell], xs: Sequence[A
             text = table.show(figure(cell.best), "GiB" if memory else "tokens/s") + (
                 " sim" if cell.best.simulated else ""
             )
-            rest, ink = winner(cell), color(figures.heat_ink(step))
+            rest, ink = winner(cell), color(f"t{step}")
             ax.text(j + 0.5, i + (0.34 if rest else 0.5), text, ha="center", va="center", color=ink, fontsize=12)
             ax.text(j + 0.5, i + 0.7, clean(rest, 20), ha="center", va="center", color=ink, fontsize=11)
     cmap = ListedColormap([color(f"h{i}") for i in range(figures.HEAT)])

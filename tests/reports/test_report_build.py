@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import synthetic
@@ -171,6 +172,13 @@ def test_forty_strategies(tmp_path: Path) -> None:
     names = {p.stem for p in (out / "figures").glob("*.svg")}
     losses = {f"loss_{x}" for x in ("steps", "tokens", "time", "deviation")}
     assert names == losses | {"heatmap_tps", "heatmap_memory", "ladder", "memory", "time", "scaling"}
+    for path in (out / "figures").glob("*.svg"):
+        text = path.read_text()
+        assert "<text" in text and "DejaVuSans-" not in text, "text is drawn as paths"
+        ids = [e.get("id") for e in ElementTree.fromstring(text).iter() if e.get("id")]
+        assert len(ids) == len(set(ids)) and set(re.findall(r"(?:url\(|href=\")#([^)\"]+)", text)) <= set(ids)
+    inline = [a["id"] for _, a in page.tags if a.get("id")]
+    assert len(inline) == len(set(inline))
     svg = (out / "figures" / "memory.svg").read_text()
     assert "activations" in svg and "prefers-color-scheme" in svg
     assert {float(x) for x in re.findall(r"font: (?:[a-z]+ )?([0-9.]+)px", svg)} <= {11.5, 11.0, 12.0}

@@ -10,7 +10,7 @@ import pytest
 import synthetic
 
 from bench.result import RunResult, Value
-from reports import compare, heatmap, interval, points, report, strategy
+from reports import compare, figures, heatmap, interval, points, report, strategy
 from reports.compare import Baselines
 from reports.strategy import TECHNIQUES
 
@@ -125,6 +125,15 @@ def test_a_winner_is_told_by_what_the_axes_leave_open(tmp_path: Path) -> None:
     cells = heatmap.cells(found, ac, heatmap.NOTHING, heatmap.by_speed)
     told = heatmap.details(found, ac, heatmap.NOTHING)
     assert heatmap.winner(cells["none", "all"], told) == "compile"
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_text_keeps_its_contrast(dark: bool) -> None:
+    """WCAG 2.1 asks for 4.5 between text and its ground, for 3 between a curve and its ground."""
+    v = figures.variables(dark)
+    assert min(figures.contrast(v[f"h{i}"], v[f"t{i}"]) for i in range(figures.HEAT)) >= 4.5
+    assert min(figures.contrast(v[name], v["surface"]) for name in ("ink", "muted", "accent", "bad")) >= 4.5
+    assert min(figures.contrast(v[f"s{i}"], v["surface"]) for i in range(figures.SERIES)) >= 3
 
 
 def test_names_tell_runs_apart() -> None:
