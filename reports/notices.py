@@ -43,10 +43,12 @@ def find(points: Sequence[Point]) -> list[Notice]:
     if len(machines) > 1:
         text = f"{len(machines)} machines ({_counts(machines)}): speeds are compared only within one machine"
         found.append(Notice("mixed machines", text))
-    for engine in dict.fromkeys(p.engine for p in done):
-        codes = Counter(p.scope.code_id or "unknown" for p in done if p.engine == engine)
+    # The code's digest holds the device's file, so two devices never share one.
+    for engine, device in dict.fromkeys((p.engine, p.scope.device) for p in done):
+        codes = Counter(p.scope.code_id or "unknown" for p in done if (p.engine, p.scope.device) == (engine, device))
         if len(codes) > 1:
-            which = f"{len(codes)} versions of the code among {WORDS.get(engine, engine)} runs ({_counts(codes)})"
+            among = f"{WORDS.get(engine, engine)} runs on {device}"
+            which = f"{len(codes)} versions of the code among {among} ({_counts(codes)})"
             found.append(Notice("mixed code", f"{which}: they are never compared with each other"))
     if measured and len(measured) < len(done):
         text = (

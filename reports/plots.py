@@ -83,11 +83,10 @@ def stacked(
     """Stacked bars; the categories share one legend. ``total``: the text at each bar's end."""
     kinds = list(dict.fromkeys(k for p in parts for k in p))
     if len(kinds) > figures.SERIES:
-        kept = kinds[: figures.SERIES - 1]
-        parts = [
-            {**{k: p[k] for k in kept if k in p}, "other": sum(v for k, v in p.items() if k not in kept)} for p in parts
-        ]
-        kinds = [*kept, "other"]
+        largest = sorted(kinds, key=lambda k: -max(p.get(k, 0.0) for p in parts))[: figures.SERIES - 1]
+        kinds = [*(k for k in kinds if k in largest), "other"]
+        parts = [{**{k: p[k] for k in largest if k in p}, "other": sum(v for k, v in p.items() if k not in largest)}
+                 for p in parts]  # fmt: skip
     with figures.style() as pyplot:
         columns = 2 if max(map(len, kinds)) > 14 else 3
         common, names = _names(points)

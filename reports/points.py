@@ -115,10 +115,9 @@ class Point:
         values = [r.result.metrics[name] for r in self.runs if r.result.status == "ok" and name in r.result.metrics]
         if not values:
             return Value.none(name, "not recorded")
-        if name == "stability":
-            return Value(
-                sum(v.value or 0.0 for v in values), n=sum(v.n for v in values), unit="count", reason=values[0].reason
-            )
+        if name == "stability" and all(v.value is not None for v in values):
+            count = sum(v.value or 0.0 for v in values)
+            return Value(count, n=sum(v.n for v in values), unit="count", reason=values[0].reason)
         return values[0] if self.simulated else interval.pool(values)
 
     @property
