@@ -111,16 +111,19 @@ def t_quantile(level: float, degrees: int) -> float:
 
 
 def median_value(samples: Sequence[float], unit: str) -> Value:
-    """The median of ``samples`` with a Student t interval: median +- t s sqrt(pi/2) / sqrt(n).
+    """The median of positive ``samples`` with a Student t interval on their logarithms: median exp(+- t s k / sqrt(n)).
 
-    sqrt(pi/2) s / sqrt(n) is the median's standard error for independent normal samples. One sample has no interval.
+    k s / sqrt(n) with k = sqrt(pi/2) is the median's standard error for independent normal samples; speeds vary by
+    factors, so on the logarithms the interval stays positive and that of a time is that of the speed turned over. One
+    sample has no interval.
     """
     n = len(samples)
     middle = statistics.median(samples)
     if n < 2:
         return Value(middle, n=n, unit=unit)
-    half = t_quantile(LEVEL, n - 1) * statistics.stdev(samples) * MEDIAN_EFFICIENCY / math.sqrt(n)
-    return Value(middle, middle - half, middle + half, LEVEL, n, unit)
+    deviation = statistics.stdev(map(math.log, samples))
+    factor = math.exp(t_quantile(LEVEL, n - 1) * deviation * MEDIAN_EFFICIENCY / math.sqrt(n))
+    return Value(middle, middle / factor, middle * factor, LEVEL, n, unit)
 
 
 def metrics(

@@ -15,6 +15,7 @@ import traceback
 import warnings
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ def main(spec: Path, folder: Path) -> int:
         raise
 
 
-def _train(data: dict, folder: Path, rank_log: RankWriter) -> int:
+def _train(data: dict[str, Any], folder: Path, rank_log: RankWriter) -> int:
     config = resolve(from_dict(TrainConfig, {f.name: data[f.name] for f in fields(TrainConfig)}))
     device = _device()
     _quiet()

@@ -21,8 +21,8 @@ _KINDS = {
     "all_gather_into_tensor": "all_gather", "all_gather_into_tensor_out": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
     "allreduce_": "all_reduce", "all_reduce": "all_reduce", "all_reduce_": "all_reduce",
-    "alltoall_base_": "all_to_all", "all_to_all_single": "all_to_all", "broadcast_": "broadcast", "broadcast": "broadcast",
-    "send": "send", "recv_": "recv",
+    "alltoall_base_": "all_to_all", "all_to_all_single": "all_to_all",
+    "broadcast_": "broadcast", "broadcast": "broadcast", "send": "send", "recv_": "recv",
 }  # fmt: skip
 """Name of the operator in the c10d and _c10d_functional libraries -> kind."""
 
@@ -62,7 +62,9 @@ class CollectiveCounter(TorchDispatchMode):
         entry[1] += size
 
     def plain(self) -> dict[str, dict[str, list[int]]]:
-        return {axis: {kind: list(v) for kind, v in sorted(kinds.items())} for axis, kinds in sorted(self.counts.items())}
+        return {
+            axis: {kind: list(v) for kind, v in sorted(kinds.items())} for axis, kinds in sorted(self.counts.items())
+        }
 
 
 def group_axes(mesh: Mesh) -> dict[str, str]:
@@ -118,4 +120,3 @@ def init_digest(parts: list[nn.Module], mesh: Mesh) -> str:
         combined = combined.to(mesh.world.device_type)
         dist.all_reduce(combined, group=pp)
     return f"{combined.item():016x}"
-

@@ -12,6 +12,7 @@ from trainer_core.config import TrainConfig
 from trainer_core.data import IGNORE_INDEX
 from trainer_core.model import Decoder
 
+
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """logits [B, T, V], labels [B, T] -> the *sum* of the losses of the tokens that count, in fp32."""
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")

@@ -70,7 +70,7 @@ class MemoryMeter:
     def __init__(self, device: torch.device):
         self.device, self.retries = device, 0
 
-    def read(self) -> dict[str, float | int | None]:
+    def read(self) -> dict[str, Any]:
         """The StepRecord's memory fields since the last call; starts the next step's peaks."""
         rss = peak_rss_bytes() / GIB
         if self.device.type != "cuda":

@@ -62,20 +62,20 @@ def reduce_partial_gradients(parts: list[nn.Module]) -> None:
     DTensor leaves them partial until they are used and would then reduce each by itself; this is one flat all-reduce
     for each mesh axis. Under FSDP there is nothing to do: it reduces them before its own reduce-scatter. Collective.
     """
-    partial: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
+    partial: dict[dist.ProcessGroup, list[tuple[DTensor, nn.Parameter]]] = {}
     for part in parts:
         for p in part.parameters():
-            if isinstance(p.grad, DTensor):
+            if isinstance(p.grad, DTensor) and isinstance(p.data, DTensor):
                 for dim, where in enumerate(p.grad.placements):
                     if where.is_partial():
-                        partial.setdefault(p.grad.device_mesh.get_group(dim), []).append(p)
-    for group, parameters in partial.items():
-        locals_ = [p.grad.to_local() for p in parameters]
-        flat = torch.cat([g.flatten() for g in locals_])
+                        partial.setdefault(p.grad.device_mesh.get_group(dim), []).append((p.data, p))
+    for group, pairs in partial.items():
+        shards = [p.grad.to_local() for _, p in pairs]  # type: ignore[union-attr]
+        flat = torch.cat([shard.flatten() for shard in shards])
         dist.all_reduce(flat, group=group)
-        pieces = flat.split([g.numel() for g in locals_])
-        for p, local, piece in zip(parameters, locals_, pieces, strict=True):
-            p.grad = DTensor.from_local(piece.view_as(local), p.device_mesh, p.placements, run_check=False)
+        pieces = torch.split(flat, [shard.numel() for shard in shards])
+        for (data, p), shard, piece in zip(pairs, shards, pieces, strict=True):
+            p.grad = DTensor.from_local(piece.view_as(shard), data.device_mesh, data.placements, run_check=False)
 
 
 @torch.no_grad()
@@ -86,10 +86,8 @@ def clip_grad_norm(parts: list[nn.Module], max_norm: float, pp_group: dist.Proce
     pipeline stages add up over ``pp_group``. That is one all-reduce for each set of cut axes, where torch's
     ``clip_grad_norm_`` takes one for each parameter. ``max_norm`` <= 0 only measures. Collective: all ranks call it.
     """
-    parameters = [p for part in parts for p in part.parameters() if p.grad is not None]
     cuts: dict[Any, list[Tensor]] = {}
-    for p in parameters:
-        grad = p.grad
+    for grad in (p.grad for part in parts for p in part.parameters() if p.grad is not None):
         if isinstance(grad, DTensor):
             dims = tuple(i for i, where in enumerate(grad.placements) if not where.is_replicate())
             cuts.setdefault((grad.device_mesh, dims), []).append(grad.to_local())

@@ -64,8 +64,11 @@ class Trainer:
         return self.config.parallel.stages - 1 in self.stages
 
     def train_step(self, step: int, batch: Batch) -> dict[str, Any]:
-        """Forward, backward, clip, update. ``step`` counts from 1. Returns, without waiting for the device, loss (global
-        mean in nats; None on ranks that do not own it), grad_norm (global), tokens (that count, all ranks) and lr."""
+        """Forward, backward, clip, update. ``step`` counts from 1.
+
+        Returns, without waiting for the device, loss (global mean in nats; None on ranks that do not own it), grad_norm
+        (global), tokens (that count, all ranks) and lr.
+        """
         lr = lr_at(self.config, step)
         set_lr(self.optimizer, lr)
         self.optimizer.zero_grad()
@@ -81,7 +84,7 @@ class Trainer:
         return {"loss": loss if self.owns_loss else None, "grad_norm": norm, "lr": lr, "tokens": tokens}
 
     def forward_backward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Gradients of the global mean loss into ``.grad``; returns this rank's share of it and the global token count."""
+        """Gradients of the global mean loss into ``.grad``; this rank's share of it and the global token count."""
         shards = [self.shard(*pair) for pair in batch]
         tokens = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in shards]).sum()
         dist.all_reduce(tokens, group=self.mesh.loss_group)
@@ -127,7 +130,7 @@ class Trainer:
             "pp_actions_digest": actions_digest(self.schedule),
             "layout": {
                 "parameter_bytes": local_parameter_bytes(self.parts),
-                "attention_sequence": len(positions(self.config.data.seq_len, 0, p)) if p.cp > 1 else self.config.data.seq_len,
+                "attention_sequence": self.config.data.seq_len // p.cp,
                 "layers": [int(i) for part in self.stages.values() for i in part.layers],
             },
         }  # fmt: skip
@@ -165,7 +168,6 @@ def materialize(config: TrainConfig, mesh: Mesh, stages: dict[int, Decoder], dev
         model.set_positions(here)
 
 
-
 def run(config: TrainConfig, folder: Path, rank_log: RankWriter, device: torch.device, profile: bool = False) -> bool:
     """Train a resolved ``config`` from its newest checkpoint, or from its start, to its last step.
 
@@ -179,11 +181,11 @@ def run(config: TrainConfig, folder: Path, rank_log: RankWriter, device: torch.d
     done, digest = _restore(trainer, corpus, folder, rank_log)
     first = done + 1
     warm_until, evidence_at = done + config.train.warmup_steps, min(done + 2, config.train.steps)
-    traced = range(max(first, config.train.steps - PROFILED_STEPS + 1), config.train.steps + 1) if profile else range(0)
-    profiler, memory, compiles = Profiler(folder, dist.get_rank(), traced, device), MemoryMeter(device), CompileCounter()
-    counter, graphs = CollectiveCounter(trainer.mesh), 0
+    end = config.train.steps + 1
+    profiler = Profiler(folder, dist.get_rank(), range(max(first, end - PROFILED_STEPS), end if profile else 0), device)
+    memory, compiles, counter = MemoryMeter(device), CompileCounter(), CollectiveCounter(trainer.mesh)
     with GpuSampler(device) as gpu:
-        for step in range(first, config.train.steps + 1):
+        for step in range(first, end):
             # also lines the ranks up, so that a step's time is not another's delay
             if _agree(interrupted.is_set(), device):
                 save(folder / CHECKPOINTS, step - 1, trainer.parts, trainer.optimizer, {"data_digest": corpus.digest})
@@ -197,7 +199,6 @@ def run(config: TrainConfig, folder: Path, rank_log: RankWriter, device: torch.d
                 norm = float(result["grad_norm"])
                 elapsed = time.perf_counter() - start
             new_graphs, again = compiles.take()
-            graphs += new_graphs
             excluded = (
                 "profile" if profiled
                 else "warmup" if step <= warm_until

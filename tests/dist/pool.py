@@ -1,4 +1,4 @@
-"""A pool of gloo ranks that lives for the whole test session: a rank costs 3 CPU-seconds to start, a new world 0.1 s."""
+"""A pool of gloo ranks for the whole test session: a rank costs 3 CPU-seconds to start, a new world 0.1 s."""
 
 from __future__ import annotations
 
@@ -46,8 +46,11 @@ class Pool:
         return [value for _, value in answers]
 
     def _start(self) -> None:
-        ours, theirs = mp.get_context("spawn").Pipe()
-        process = mp.get_context("spawn").Process(target=_serve, args=(theirs,), daemon=True)
+        context = mp.get_context("forkserver")
+        # ranks are forked from a server that has imported torch once
+        context.set_forkserver_preload(["torch", "torch.distributed", "tests.dist.curves"])
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
         self.workers.append((process, ours))
 

@@ -1,11 +1,11 @@
 """Context parallel: a sequence cut over ranks, and causal attention over it. One implementation for CPU and CUDA.
 
-``allgather`` gathers K and V of the whole sequence (one all-gather forward, one reduce-scatter backward). ``ring`` passes
-K and V from rank to rank (cp - 1 exchanges forward; at most two shards alive), their gradients travel with them.
-``ulysses`` exchanges sequence for heads (two all-to-alls each way) and attends over whole sequences.
+``allgather`` gathers K and V of the whole sequence (one all-gather forward, one reduce-scatter backward).
+``ring`` passes K and V from rank to rank (cp - 1 exchanges forward; at most two shards alive); their gradients travel
+with them. ``ulysses`` exchanges sequence for heads (two all-to-alls each way) and attends over whole sequences.
 
-With load balancing rank r of cp holds the chunks r and 2 cp - 1 - r of 2 cp, so that every rank has the same share of the
-causal triangle. Partial results are merged by log-sum-exp in fp32. Past chunks are attended without a mask and the
+With load balancing rank r of cp holds the chunks r and 2 cp - 1 - r of 2 cp, so that every rank has the same share of
+the causal triangle. Partial results are merged by log-sum-exp in fp32. Past chunks are attended without a mask and the
 diagonal with one: kernels disagree on where a causal mask starts when q and kv differ in length.
 """
 

@@ -35,9 +35,7 @@ def _swap_mxfp8(model: nn.Module, emulate: bool) -> None:
     for name, module in list(model.named_modules()):
         if is_block_linear(module, name):
             with torch.device("meta"):
-                swapped = MXFP8Linear(
-                    module.in_features, module.out_features, bias=False, kernel_preference=preference
-                )
+                swapped = MXFP8Linear(module.in_features, module.out_features, bias=False, kernel_preference=preference)
             swapped.weight = module.weight
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, swapped)

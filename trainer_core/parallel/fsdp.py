@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -35,7 +36,7 @@ def apply_fsdp(model: Decoder, mesh: DeviceMesh, config: TrainConfig) -> None:
     _prefetch(blocks, p.fsdp_prefetch)
 
 
-def _prefetch(blocks: list, on: bool) -> None:
+def _prefetch(blocks: list[FSDPModule], on: bool) -> None:
     """On: gather the next block while this one computes, both ways. Off: each block gathers when it is reached."""
     for i, block in enumerate(blocks):
         if on:
@@ -45,7 +46,7 @@ def _prefetch(blocks: list, on: bool) -> None:
             block.set_modules_to_backward_prefetch([block])
 
 
-def reduce_dtype(parts: list) -> str | None:
+def reduce_dtype(parts: list[nn.Module]) -> str | None:
     """The dtype in which FSDP really reduces gradients; None where there is no FSDP."""
     modules = (module for part in parts for module in part.modules() if isinstance(module, FSDPModule))
     policies = {str(module._get_fsdp_state()._mp_policy.reduce_dtype).removeprefix("torch.") for module in modules}

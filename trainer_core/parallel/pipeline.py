@@ -37,9 +37,7 @@ def build_schedule(
     """torch's schedule over this rank's stages. Gradients are not scaled by the microbatches: the loss is a share of
     the global token mean already."""
     p = config.parallel
-    built = [
-        PipelineStage(model, number, p.stages, device, group=mesh.group("pp")) for number, model in stages.items()
-    ]
+    built = [PipelineStage(model, number, p.stages, device, group=mesh.group("pp")) for number, model in stages.items()]
     schedule: Any = get_schedule_class(p.schedule)
     multi = issubclass(schedule, PipelineScheduleMulti)
     return schedule(built if multi else built[0], n_microbatches=p.microbatches, loss_fn=loss, scale_grads=False)

@@ -45,11 +45,10 @@ def block_plan(sequence_parallel: bool, float8_gather: bool) -> dict[str, Parall
     """
     colwise, rowwise, prepare = ColwiseParallel, RowwiseParallel, PrepareModuleInput
     if float8_gather:
-        from torchao.float8.float8_tensor_parallel import (
-            Float8ColwiseParallel as colwise,
-            Float8RowwiseParallel as rowwise,
-            PrepareFloat8ModuleInput as prepare,
-        )
+        from torchao.float8 import float8_tensor_parallel as float8
+
+        colwise, rowwise = float8.Float8ColwiseParallel, float8.Float8RowwiseParallel
+        prepare = float8.PrepareFloat8ModuleInput
     hidden = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
         "attention": prepare(input_layouts=(hidden, None), desired_input_layouts=(Replicate(), None)),
