@@ -82,6 +82,17 @@ def _grows(p: Point) -> bool:
     return isinstance(growth, (int, float)) and growth > GROWTH_LIMIT
 
 
+def _without_effect(p: Point) -> bool:
+    """A technique that is on and of which the evidence shows nothing; evidence that is absent says nothing."""
+    e, flat = p.result.evidence, p.flat
+    return any((
+        flat["compile.enable"] and e.get("graphs_compiled") == 0,
+        flat["precision.float8"] != "off" and e.get("float8_converted") == [],
+        flat["parallel.async_tp"] != "off" and e.get("async_tp_ops") == 0,
+        flat["parallel.cp"] > 1 and flat["parallel.cp_balance"] and e.get("cp_balanced") is False,
+    ))  # fmt: skip
+
+
 def _failed_repeats(p: Point) -> bool:
     return any(r.result.status != "ok" for r in p.runs)
 
@@ -90,6 +101,8 @@ CHECKS: tuple[tuple[str, str, Callable[[Point], bool], str], ...] = (
     ("noisy window", "measured", _noisy,
      f"interval wider than ±{NOISY:.0%} of TPS/GPU; repeat on a quiet machine before concluding"),
     ("implausible MFU", "all", _flagged, "MFU or HFU above 1; the throughput, the device or its peak is wrong"),
+    ("technique without effect", "measured", _without_effect,
+     "no compiled graph, no Float8 layer, no fused async TP or no load balancing, though it is on"),
     ("memory growth", "measured", _grows, f"memory grew more than {GROWTH_LIMIT:.0%} in 10 steps"),
     ("failed repeats", "all", _failed_repeats, "some of their repeats failed; the figure is that of the others"),
 )  # fmt: skip

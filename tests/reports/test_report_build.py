@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -210,6 +211,7 @@ def _noisy(r: RunResult) -> RunResult:
         (lambda r: replace(r, code_id="another"), "mixed code"),
         (_noisy, "noisy window"),
         (lambda r: replace(r, metrics={**r.metrics, "mfu": Value(1.2, unit="fraction")}), "implausible MFU"),
+        (lambda r: replace(r, evidence={"graphs_compiled": 0}), "technique without effect"),
         (lambda r: replace(r, evidence={"memory_growth_10_steps": 0.03}), "memory growth"),
     ],
 )  # fmt: skip
@@ -232,6 +234,16 @@ def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "+20.0 % (+18.3 % to +21.7 %)" in capsys.readouterr().out
     assert main(["diff", str(a), "nowhere", "--results", str(tmp_path)]) == 2
     assert "neither a run's folder nor a run id" in capsys.readouterr().err
+
+
+@pytest.mark.budget
+def test_help_is_quick(budget: Callable[[str, float, float, str], None]) -> None:
+    times = []
+    for _ in range(3):
+        begin = time.monotonic()
+        subprocess.run([sys.executable, "-m", "reports", "--help"], check=True, capture_output=True)
+        times.append(time.monotonic() - begin)
+    budget("python -m reports --help", min(times), 0.5, "s")
 
 
 def test_no_torch_and_light_help(small: Path) -> None:
