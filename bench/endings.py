@@ -69,7 +69,7 @@ def classify(logs: list[RankLog], steps: int, world_size: int, outcome: Outcome)
         status, reason = outcome.stopped
         return Ending(status, reason, _furthest_behind(present) if status == "hung" else None)
     interrupted = next((log.interrupted for log in present if log.interrupted), None)
-    if interrupted:
+    if interrupted and not any(log.error for log in present):
         return Ending("cancelled", f"interrupted after step {interrupted['step']}, a checkpoint is kept")
     killed = MEMORY_KILL.search(outcome.log_tail)
     if killed:

@@ -138,6 +138,30 @@ def test_restart_counts_no_step_twice(start):
     assert [json.loads(line)["step"] for line in first.folder.steps.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
 
 
+TINY = ("model.dim=64", "model.layers=2", "model.heads=4", "model.ffn_dim=128", "data.corpus=synthetic", "data.seq_len=32",
+        "train.local_batch_size=2", "train.warmup_steps=1")  # fmt: skip
+
+
+def test_the_real_trainer(tmp_path):
+    """The same supervision over the trainer itself: one run to its end, one whose rank 1 is killed from outside."""
+    spec = from_overrides([*TINY, "parallel.dp_shard=2", "train.steps=4"])
+    result = execute(spec, folder := claim(spec, tmp_path))
+    assert (result.status, result.steps_done, result.reason) == ("ok", 4, None)
+    assert result.metrics["tps_global"].value > 0 and set(result.evidence["layout"]) == {"0", "1"}
+    assert "failed to load" not in folder.log.read_text(), "torchao's complaint of a missing library"
+
+    spec = from_overrides([*TINY, "parallel.dp_shard=2", "train.steps=100000"])
+    folder = claim(spec, tmp_path)
+
+    def kill(progress):
+        if progress.step >= 2 and alive(pid := progress.ranks[1]["pid"]):
+            os.kill(pid, signal.SIGKILL)
+
+    result = execute(spec, folder, on_progress=kill)
+    assert (result.status, result.first_failed_rank) == ("failed", 1) and "SIGKILL" in result.reason
+    assert 1 < result.steps_done < 5000 and living(folder) == []
+
+
 SUPERVISOR = """
 import sys
 from pathlib import Path
