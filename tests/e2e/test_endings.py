@@ -138,8 +138,8 @@ def test_restart_counts_no_step_twice(start):
     assert [json.loads(line)["step"] for line in first.folder.steps.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
 
 
-TINY = ("model.dim=64", "model.layers=2", "model.heads=4", "model.ffn_dim=128", "data.corpus=synthetic", "data.seq_len=32",
-        "train.local_batch_size=2", "train.warmup_steps=1")  # fmt: skip
+TINY = ("model.dim=64", "model.layers=2", "model.heads=4", "model.ffn_dim=128", "data.corpus=synthetic",
+        "data.seq_len=32", "train.local_batch_size=2", "train.warmup_steps=1", "run.wall_s=120")  # fmt: skip
 
 
 def test_the_real_trainer(tmp_path):
