@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 REFRESH_S = 2.0
+MIN_WIDTH = 120
 COLOURS = {"ok": "green", "running": "cyan", "queued": "dim", "unsupported": "yellow", "invalid": "yellow"}
 
 
@@ -118,7 +119,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        console = Console()
+        console = Console(width=max(Console().width, MIN_WIDTH))
         console.print(_table(points))
         console.print(_summary(points), highlight=False)
         if trouble:
@@ -149,14 +150,22 @@ def _table(points: list[Point]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("run", "plan", "ranks", "status", "step", "tokens/s", "loss", "left", "reason"):
-        table.add_column(name, justify="right" if name in ("ranks", "step", "tokens/s", "loss", "left") else "left",
-                         overflow="fold", no_wrap=name in ("run", "status", "step"))  # fmt: skip
-    for p in points:
+    for name in ("run", "ranks", "status", "step", "tokens/s", "loss", "left"):
+        table.add_column(name, justify="left" if name in ("run", "status") else "right", no_wrap=True)
+    table.add_column("what differs, why", overflow="fold", min_width=40)
+    words = [p.plan.split() for p in points]
+    common = set.intersection(*map(set, words)) if len(points) > 1 else set()
+    for p, plan in zip(points, words, strict=True):
+        differs = " ".join(w for w in plan if w not in common and not w.startswith("parallel.world_size="))
         status = f"[{COLOURS.get(p.status, 'red')}]{p.status}[/]"
         table.add_row(
-            f"{escape(p.sweep)}/{p.run_id}/r{p.repeat:03d}", escape(p.plan), str(p.ranks), status,
-            f"{p.step}/{p.steps}", f"{p.tps:,.0f}" if p.tps else "", f"{p.loss:.4f}" if p.loss is not None else "",
-            f"{p.left_s:,.0f} s" if p.left_s is not None else "", escape(p.reason or ""),
-        )  # fmt: skip
+            f"{escape(p.sweep)}/{p.run_id}/r{p.repeat:03d}",
+            str(p.ranks),
+            status,
+            f"{p.step}/{p.steps}",
+            f"{p.tps:,.0f}" if p.tps else "",
+            f"{p.loss:.4f}" if p.loss is not None else "",
+            f"{p.left_s:,.0f} s" if p.left_s is not None else "",
+            escape("\n".join(filter(None, (differs, p.reason)))),
+        )
     return table
