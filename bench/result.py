@@ -51,7 +51,7 @@ METRICS: dict[str, Metric] = {
 
 @dataclass(frozen=True)
 class Value:
-    """A figure with its interval at confidence ``level`` from ``n`` samples; null with a ``reason`` where there is none."""
+    """A figure with its interval at confidence ``level`` from ``n`` samples; or null, with the ``reason``."""
 
     value: float | None = None
     low: float | None = None
@@ -114,7 +114,7 @@ class RunResult:
         if data["status"] not in STATUSES:
             raise ValueError(f"status {data['status']!r} is not one of {', '.join(STATUSES)}")
         if data["schema_version"] > SCHEMA_VERSION:
-            raise ValueError(f"schema_version {data['schema_version']} is newer than this version reads ({SCHEMA_VERSION})")
+            raise ValueError(f"schema_version {data['schema_version']} is newer than the {SCHEMA_VERSION} read here")
         known = {f.name for f in fields(cls)}
         values = {k: v for k, v in data.items() if k in known}
         values["metrics"] = {k: Value(**v) for k, v in data.get("metrics", {}).items()}
