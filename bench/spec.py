@@ -61,6 +61,7 @@ class HardwareRef:
     gpus_per_node: int | None = None
     internode_gbps: float | None = None
     oversubscription: float | None = None
+    power_w: float | None = None
 
 
 @dataclass(frozen=True)

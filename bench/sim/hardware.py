@@ -49,10 +49,13 @@ QUANTITIES: dict[str, tuple[str, ...]] = {
     "links.scale_out.bandwidth": ("Gb/s", "GB/s"),
     "links.scale_out.latency": ("us",),
     "links.scale_out.oversubscription": ("ratio",),
+    "errors.time": ("fraction",),
+    "errors.memory": ("fraction",),
 }
 """Every datasheet quantity that a file may hold, and the units that it may have."""
 
-OPTIONAL = ("peak.fp8", "peak.mxfp8", "peak.tf32", "power.limit", "power.design")
+OPTIONAL = ("peak.fp8", "peak.mxfp8", "peak.tf32", "power.limit", "power.design", "errors.time",
+            "errors.memory")
 
 PLAIN = ("name", "kind", "capability", "reported_as", "calibrated.like")
 """What is no quantity. ``reported_as``: the names under which the driver knows exactly this device."""
@@ -60,11 +63,13 @@ PLAIN = ("name", "kind", "capability", "reported_as", "calibrated.like")
 
 @dataclass(frozen=True)
 class Constant:
-    """A calibrated efficiency: a fraction of a datasheet value. ``fitted_on``: the published rows, or a measurement."""
+    """A calibrated efficiency: a fraction of a datasheet value. ``fitted_on``: the published rows, or a measurement;
+    ``spread``: standard deviation of its logarithm."""
 
     value: float
     source: str
     fitted_on: tuple[str, ...] = ()
+    spread: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,9 @@ class Hardware:
 
     ``peak`` is dense, by dtype. ``domain`` is the number of GPUs that the scale-up links (NVLink) join; ``scale_out``
     is the rail of each GPU, which ``oversubscription`` divides. ``outside_allocator`` is what the driver context,
-    NCCL and libraries take of the memory. ``power`` is (limit, design) in W.
+    NCCL and libraries take of the memory. ``power`` is (limit, design) in W. ``like`` is the device from which the
+    constants that this one lacks are carried over. ``errors``: relative half-widths of the 80 % intervals of ``time``
+    and ``memory``; twice the other device's where they are carried over.
     """
 
     name: str
@@ -102,6 +109,8 @@ class Hardware:
     oversubscription: float = 1.0
     constants: Mapping[str, Constant] = field(default_factory=dict)
     reported_as: tuple[str, ...] = ()
+    like: str | None = None
+    errors: Mapping[str, float] = field(default_factory=dict)
 
 
 @cache
@@ -155,7 +164,8 @@ def read(path: Path) -> Hardware:
             fault(key, line, f"has the value {leaf['value']!r}, a positive number is needed")
         elif calibrated:
             fitted_on = tuple(map(str, leaf["fitted_on"]))
-            constants[key.removeprefix("calibrated.")] = Constant(float(leaf["value"]), leaf["source"], fitted_on)
+            constants[key.removeprefix("calibrated.")] = Constant(
+                float(leaf["value"]), leaf["source"], fitted_on, float(leaf.get("spread", 0.0)))  # fmt: skip
         else:
             values[key] = leaf["value"] * UNITS[leaf["unit"]]
     for key in ("name", "kind", *QUANTITIES):
@@ -168,6 +178,7 @@ def read(path: Path) -> Hardware:
         carried = {key: replace(c, source=f"carried over from {sibling}: {c.source}")
                    for key, c in load(sibling).constants.items()}  # fmt: skip
         constants = {**carried, **constants}
+        values = {**{f"errors.{key}": 2 * value for key, value in load(sibling).errors.items()}, **values}
     return _hardware(path, {k: leaf for k, (leaf, _) in leaves.items()}, values, constants)
 
 
@@ -211,6 +222,8 @@ def _hardware(path: Path, leaves: Mapping[str, Any], v: Mapping[str, float],
         oversubscription=v["links.scale_out.oversubscription"],
         constants=constants,
         reported_as=tuple(leaves["reported_as"]["value"]) if "reported_as" in leaves else (),
+        errors={key.removeprefix("errors."): value for key, value in v.items() if key.startswith("errors.")},
+        like=leaves["calibrated.like"]["value"] if "calibrated.like" in leaves else None,
     )  # fmt: skip
 
 
@@ -223,11 +236,12 @@ def reported(name: str) -> Hardware | None:
 
 
 def resolve(ref: HardwareRef) -> Hardware:
-    """The device that a spec names, with what the site changes of it (``internode_gbps``: Gb/s a GPU)."""
+    """The device that a spec names, with what the site changes of it (Gb/s and W a GPU)."""
     hardware = load(ref.device)
     nodes = ref.gpus_per_node or hardware.gpus_per_node
     # A node with other than the file's GPUs has a scale-up domain of its own size; a domain beyond the node stays.
     domain = hardware.domain if hardware.domain > hardware.gpus_per_node else nodes
     rail = hardware.scale_out.bandwidth if ref.internode_gbps is None else ref.internode_gbps * UNITS["Gb/s"]
     return replace(hardware, gpus_per_node=nodes, domain=domain, scale_out=Links(rail, hardware.scale_out.latency),
-                   oversubscription=ref.oversubscription or hardware.oversubscription)  # fmt: skip
+                   oversubscription=ref.oversubscription or hardware.oversubscription,
+                   power=(ref.power_w or hardware.power[0], hardware.power[1]))  # fmt: skip

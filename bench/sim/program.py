@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -65,21 +66,29 @@ def attend_expanded(self: model.Attention, x: Tensor, rope: Tensor) -> Tensor:
     return mixed
 
 
+@dataclass(frozen=True)
+class Ring:
+    """What ring attention needs to know; plain values, so that the compiler takes them as constants."""
+
+    group: str
+    rank: int
+    cp: int
+    balance: bool
+    gathers: bool
+    wide_gradients: bool
+
+
 def rotated_attention(program: ProgramConfig) -> type[nn.Module]:
-    """The attention core of torch's own context parallel with the rotation of ``program``."""
+    """The attention core of torch's own context parallel, which the compiler sees through."""
 
     class RotatedAttention(nn.Module):
         def __init__(self, mesh: DeviceMesh, p: ParallelConfig):
             super().__init__()
-            self.group, self.rank, self.cp, self.balance = mesh.get_group(), mesh.get_local_rank(), p.cp, p.cp_balance
-            self.gathers = program.cp_rotation == "allgather"
-            self.gradient_dtype = torch.float32 if program.cp_dkv_fp32 else torch.bfloat16
-            self.merge = torch.compile(merge)
-            self.add = torch.compile(add_part)
+            self.ring = Ring(mesh.get_group().group_name, mesh.get_local_rank(), p.cp, p.cp_balance,
+                             program.cp_rotation == "allgather", program.cp_dkv_fp32)  # fmt: skip
 
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = _Rotated.apply(q, k.contiguous(), v.contiguous(), self)  # type: ignore[no-untyped-call]
+            out: Tensor = _Rotated.apply(q, k.contiguous(), v.contiguous(), self.ring)  # type: ignore[no-untyped-call]
             return out
 
     return RotatedAttention
@@ -92,120 +101,103 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Ten
     return out - weight * (out - part.float()), lse - F.logsigmoid(lse - part_lse)
 
 
-def add_part(total: Tensor, part: Tensor, half: int) -> Tensor:
-    """``part`` added to one half (0 or 1; -1: to all) of ``total`` along the sequence, the whole written anew."""
+def put(total: Tensor, part: Tensor, half: int) -> Tensor:
+    """``total`` with one half (0 or 1; -1: all) along the sequence replaced, the whole written anew."""
     if half < 0:
-        return total + part
-    halves = list(total.chunk(2, dim=2))
-    halves[half] = halves[half] + part
-    return torch.cat(halves, dim=2)
+        return part
+    first, second = total.chunk(2, dim=2)
+    return torch.cat([part, second] if half == 0 else [first, part], dim=2)
 
 
-class _Rotation:
-    """K and V of every ring step: gathered once a pass, or passed on in each step."""
-
-    def __init__(self, core: Any, k: Tensor, v: Tensor):
-        self.core, self.shape = core, k.shape
-        self.flat = torch.cat([k.flatten(), v.flatten()])
-        self.arriving: Tensor | None = None
-        self.gathered: Tensor | None = None
-
-    def start(self) -> None:
-        name = self.core.group.group_name
-        if not self.core.gathers:
-            self.arriving = all_to_next(self.flat, self.core)
-        elif self.gathered is None and self.arriving is None:
-            self.arriving = _c10d.all_gather_into_tensor(self.flat, self.core.cp, name)
-
-    def take(self, step: int) -> tuple[Tensor, Tensor]:
-        if self.arriving is not None:
-            arrived, self.arriving = _c10d.wait_tensor(self.arriving), None
-            if self.core.gathers:
-                self.gathered = arrived
-            else:
-                self.flat = arrived
-        if self.gathered is not None:
-            self.flat = self.gathered.chunk(self.core.cp)[(self.core.rank - step) % self.core.cp]
-        k, v = self.flat.chunk(2)
-        return k.view(self.shape), v.view(self.shape)
+def pick(x: Tensor, half: int) -> Tensor:
+    return x if half < 0 else x.chunk(2, dim=2)[half]
 
 
-def all_to_next(x: Tensor, core: Any) -> Tensor:
-    """An all-to-all that sends everything to the next rank; not waited for."""
-    splits = [x.numel() // core.cp] * core.cp
-    out: Tensor = _c10d.all_to_all_single(x, splits, splits, core.group.group_name)
+def pack(k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([k.flatten(), v.flatten()])
+
+
+def unpack(flat: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = flat.chunk(2)
+    return k.view(like.shape), v.view(like.shape)
+
+
+def pieces(ring: Ring, step: int) -> tuple[int, int, bool] | None:
+    """(half of the queries, half of the keys, causal) of a ring step, half -1 the whole; None: nothing to attend to."""
+    if step == 0:
+        return -1, -1, True
+    if not ring.balance:
+        return (-1, -1, False) if step <= ring.rank else None
+    return (-1, 0, False) if step <= ring.rank else (1, -1, False)
+
+
+def pass_on(flat: Tensor, ring: Ring) -> Tensor:
+    """An all-to-all in which every rank sends to the next; not waited for."""
+    splits = [flat.numel() // ring.cp] * ring.cp
+    out: Tensor = _c10d.all_to_all_single(flat, splits, splits, ring.group)
     return out
 
 
-def _parts(core: Any, step: int) -> tuple[int, int, bool]:
-    """(half of the queries, half of the keys, causal) of a ring step; half -1 is the whole."""
-    if step == 0:
-        return -1, -1, True
-    if not core.balance:
-        return -1, -1, False
-    return (-1, 0, False) if step <= core.rank else (1, -1, False)
+def ask(k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+    """Start what brings the next step's K and V: one gather of all ranks', or the next rank's."""
+    flat = pack(k, v)
+    out: Tensor = _c10d.all_gather_into_tensor(flat, ring.cp, ring.group) if ring.gathers else pass_on(flat, ring)
+    return out
 
 
-def _half(x: Tensor, half: int) -> Tensor:
-    return x if half < 0 else x.chunk(2, dim=2)[half]
+def receive(coming: Tensor, like: Tensor, ring: Ring, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(K, V, what is kept for later steps) of ring step ``step``."""
+    arrived = _c10d.wait_tensor(coming)
+    if not ring.gathers:
+        k, v = unpack(arrived, like)
+        return k, v, pass_on(arrived, ring) if step < ring.cp - 1 else arrived
+    k, v = unpack(arrived.chunk(ring.cp)[(ring.rank - step) % ring.cp], like)
+    return k, v, arrived
 
 
 class _Rotated(torch.autograd.Function):
     """Ring attention, q, k and v [B, H, T/CP, D]: partial outputs merged in fp32, gradients of K and V sent on."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: Any) -> Tensor:
-        rotation = _Rotation(core, k, v)
-        out = lse = None
-        state: tuple[Tensor, ...] = ()
-        for step in range(core.cp):
-            keys, values = rotation.take(step)
-            if step < core.cp - 1:
-                rotation.start()
-            if step > core.rank and not core.balance:
-                continue
-            qh, kh, causal = _parts(core, step)
-            part, part_lse, state = context.flash(_half(q, qh), _half(keys, kh), _half(values, kh), causal)
-            if out is None or lse is None:
-                out, lse = part.float(), part_lse
-            elif qh < 0:
-                out, lse = core.merge(out, lse, part, part_lse)
-            else:
-                new, new_lse = core.merge(_half(out, qh), _half(lse, qh), part, part_lse)
-                out = torch.cat([_half(out, 1 - qh), new] if qh else [new, _half(out, 1)], dim=2)
-                lse = torch.cat([_half(lse, 1 - qh), new_lse] if qh else [new_lse, _half(lse, 1)], dim=2)
-        assert out is not None and lse is not None
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+        coming = ask(k, v, ring)
+        part, lse, state = context.flash(q, k, v, True)
+        out = part.float()
+        for step in range(1, ring.cp):
+            keys, values, coming = receive(coming, k, ring, step)
+            piece = pieces(ring, step)
+            if piece is not None:
+                qh, kh, causal = piece
+                part, part_lse, state = context.flash(pick(q, qh), pick(keys, kh), pick(values, kh), causal)
+                new, new_lse = merge(pick(out, qh), pick(lse, qh), part, part_lse)
+                out, lse = put(out, new, qh), put(lse, new_lse, qh)
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse, *state)
-        ctx.core = core
+        ctx.ring = ring
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse, *state = ctx.saved_tensors
-        core = ctx.core
-        rotation = _Rotation(core, k, v)
-        dtype = core.gradient_dtype
-        dq = torch.zeros_like(q, dtype=dtype)
-        dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
-        travelling: Tensor | None = None
-        for step in range(core.cp):
-            keys, values = rotation.take(step)
-            if step < core.cp - 1:
-                rotation.start()
-            qh, kh, causal = _parts(core, step)
-            if step <= core.rank or core.balance:
+        ring: Ring = ctx.ring
+        wide = torch.float32 if ring.wide_gradients else q.dtype
+        coming = ask(k, v, ring)
+        parts = context.flash_backward(grad, q, k, v, out, lse, tuple(state), True)
+        dq, dk, dv = (x.to(wide) for x in parts)
+        travelling = pass_on(pack(dk, dv), ring)
+        for step in range(1, ring.cp):
+            keys, values, coming = receive(coming, k, ring, step)
+            piece = pieces(ring, step)
+            if piece is not None:
+                qh, kh, causal = piece
                 parts = context.flash_backward(
-                    _half(grad, qh), _half(q, qh), _half(keys, kh), _half(values, kh), _half(out, qh),
-                    _half(lse, qh).contiguous(), tuple(state), causal,
+                    pick(grad, qh), pick(q, qh), pick(keys, kh), pick(values, kh), pick(out, qh),
+                    pick(lse, qh).contiguous(), tuple(state), causal,
                 )  # fmt: skip
-            else:
-                parts = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
-            if travelling is not None:
-                dk, dv = (x.view(k.shape) for x in _c10d.wait_tensor(travelling).chunk(2))
-            dk, dv = core.add(dk, parts[1], kh), core.add(dv, parts[2], kh)
-            travelling = all_to_next(torch.cat([dk.flatten(), dv.flatten()]), core)
-            dq = core.add(dq, parts[0], qh)
-        assert travelling is not None
-        dk, dv = (x.view(k.shape) for x in _c10d.wait_tensor(travelling).chunk(2))
+            dk, dv = unpack(_c10d.wait_tensor(travelling), k)
+            if piece is not None:
+                dk, dv = (put(x, pick(x, kh) + part, kh) for x, part in ((dk, parts[1]), (dv, parts[2])))
+                dq = put(dq, pick(dq, qh) + parts[0], qh)
+            travelling = pass_on(pack(dk, dv), ring)
+        dk, dv = unpack(_c10d.wait_tensor(travelling), k)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
