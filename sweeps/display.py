@@ -60,13 +60,12 @@ class Display:
     def ended(self, run: Running, outcome: Outcome) -> None:
         self.ended_count += 1
         row, took = outcome.row, time.monotonic() - run.began
-        status = "failed" if run.crash else outcome.status
-        text = f"[{self.ended_count}/{self.total}] {label(run.point)}: {status}, {took:.0f} s"
-        if status == "ok" and row:
+        text = f"[{self.ended_count}/{self.total}] {label(run.point)}: {outcome.status}, {took:.0f} s"
+        if outcome.status == "ok" and row:
             tps, loss = _metric(row, "tps_global"), _metric(row, "final_loss")
             text += f", {_figure(tps, 0)} tokens/s, loss {_figure(loss, 4)}"
-        if run.crash or status != "ok":
-            text += f"\n    {run.crash or outcome.reason or 'no reason is known'}"
+        else:
+            text += f"\n    {outcome.reason}"
         self.note(text)
 
     def show(self, running: Collection[Running]) -> None:
@@ -100,6 +99,10 @@ def print_summary(outcomes: Sequence[Outcome], results: Path) -> None:
     shown = outcomes if len(outcomes) <= ROWS_SHOWN else [o for o in outcomes if o.status != "ok"]
     if len(outcomes) > 1 and shown:
         console.print(_table(shown, results))
+    versions = {o.row.code_id for o in outcomes if o.row and o.status == "ok"}
+    if len(versions) > 1:
+        text = f"{len(versions)} versions of the code made these figures: the same command again runs the older ones"
+        console.print(text, soft_wrap=True)
     for o in outcomes:
         if o.status not in ("ok", "not run"):
             console.print(f"{o.status}: {label(o.point)}: {o.reason}", markup=False, soft_wrap=True)

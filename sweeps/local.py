@@ -119,11 +119,12 @@ def launch(jobs: Sequence[Sequence[str]], own: OwnKeys, at_once: int | None = No
     simulated = any(p.spec and p.spec.engine == "simulate" for p in runs)
     context.set_forkserver_preload(["bench.tethered", "bench.run", *(["bench.sim.engine"] if simulated else [])])
     with Display(points, runs) as display:
-        crashed = Pool(results, Slots(at_once=at_once), display).run(runs)
+        pool = Pool(results, Slots(at_once=at_once), display)
+        pool.run(runs)
     stored = read_rows(results, points)
-    outcomes = [outcome(p, stored[p.sweep], machine) for p in points]
+    outcomes = [pool.ended.get(id(p)) or outcome(p, stored[p.sweep], machine) for p in points]
     print_summary(outcomes, results)
-    return 4 if crashed else exit_code(outcomes)
+    return 4 if pool.crashed else exit_code(outcomes)
 
 
 def build(jobs: Sequence[Sequence[str]]) -> list[Point]:
@@ -157,10 +158,12 @@ class Pool:
     def __init__(self, results: Path, slots: Slots, display: Display):
         self.results, self.slots, self.display = results, slots, display
         self.running: dict[int, Running] = {}
+        self.ended: dict[int, Outcome] = {}
+        """id(point) -> what it came to here, also where someone changed the code while it ran."""
         self.crashed = False
 
-    def run(self, runs: Sequence[Point]) -> bool:
-        """Every run to its end, or until Ctrl-C or SIGTERM; whether one ended by a fault of ours."""
+    def run(self, runs: Sequence[Point]) -> None:
+        """Every run to its end, or until Ctrl-C or SIGTERM."""
         waiting = list(enumerate(runs))
 
         def stop(signum: int, frame: FrameType | None) -> None:
@@ -177,7 +180,6 @@ class Pool:
             self._cancel()
         finally:
             signal.signal(signal.SIGTERM, before)
-        return self.crashed
 
     def _start(self, key: int, point: Point) -> bool:
         assert point.spec is not None
@@ -205,12 +207,19 @@ class Pool:
                 if run.crash is None and run.process.exitcode:
                     run.crash = f"the process of the run ended with exit code {run.process.exitcode}"
                 self.crashed |= run.crash is not None
-                self.display.ended(run, self._last(run.point))
+                self._take(run)
         self.display.show(self.running.values())
 
-    def _last(self, point: Point) -> Outcome:
-        rows = store.load_all(self.results / point.sweep / point.run_id)
-        return outcome(point, {point.run_id: rows}, fingerprint())
+    def _take(self, run: Running) -> None:
+        """Keep what a run came to: of the whole runs of one point the first that is not ok, else the newest."""
+        rows = store.load_all(self.results / run.point.sweep / run.point.run_id)
+        newest = max(rows, key=lambda r: r.repeat, default=None)
+        status = "failed" if run.crash or newest is None else newest.status
+        mine = Outcome(run.point, status, newest, run.crash)
+        before = self.ended.get(id(run.point))
+        if before is None or before.status == "ok":
+            self.ended[id(run.point)] = mine
+        self.display.ended(run, mine)
 
     def _cancel(self) -> None:
         """Tell every run to end, wait until it wrote its result, and kill what does not."""

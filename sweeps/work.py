@@ -27,15 +27,19 @@ UNREADABLE = ("lost", "corrupt")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a point came to: a status of bench.result, or ``not run``; ``row`` is the result it is read from."""
+    """What a point came to: a status of bench.result, or ``not run``; ``row`` is the result it is read from.
+
+    ``crash``: the traceback of a fault in the launcher's own process of the run.
+    """
 
     point: Point
     status: str
     row: RunResult | None = None
+    crash: str | None = None
 
     @property
     def reason(self) -> str:
-        return (self.row.reason if self.row else None) or self.point.reason
+        return self.crash or (self.row.reason if self.row else None) or self.point.reason or "no reason is known"
 
 
 def read_rows(results: Path, points: Iterable[Point]) -> dict[str, Rows]:
