@@ -1,7 +1,8 @@
 """Every fault on a real SLURM ends in the right status, reason and rank; the other points finish; nothing is left.
 
-All scenes are submitted at once and share the machine. Reference: the contract's table of statuses; for runs that were
-interrupted, the unbroken run of the same spec.
+All scenes are submitted at once and share the machine; what a scene waits for (a killed node, a preempting job, scancel)
+happens as soon as it has come far enough. Reference: the contract's table of statuses; for runs that were interrupted,
+the unbroken run of the same spec.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from slurm_kit import TINY, Slurm, run_dir, steps
+from slurm_kit import TINY, Slurm, live, processes, run_dir, steps
 
 from bench import store
 from bench.ranks import read_ranks
 from bench.result import RunResult
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 TWO_RANKS = ["parallel.dp_shard=2", "train.steps=6"]
 ROOMY = "cluster.cpus_per_task=8"  # two jobs a node at once
 OK, OK_TOO, RAISE, SIGKILL, HANG, SCANCEL, EAT = range(7)
@@ -32,164 +34,157 @@ FAULTS = {
     SCANCEL: {"step_s": 5},
     EAT: {"kind": "eat", "rank": 1, "step": 3},
 }
-SLOW = {"step_s": 3}
+ARRAY = [*TWO_RANKS, "run.hang_s=25", "train.seed=range(0,7)", ROOMY, "cluster.array_parallelism=3"]
 CURVE = 50
-"""The seed of the points that are interrupted: compared with one unbroken run."""
-INTERRUPTED = ["parallel.dp_shard=2", "train.steps=16", f"train.seed={CURVE}"]
-
-
-@pytest.fixture(scope="module")
-def root() -> Path:
-    """On the disk and short."""
-    folder = Path(tempfile.mkdtemp(prefix="faults-", dir="/tmp"))
-    yield folder
-    shutil.rmtree(folder)
-
-
-@pytest.fixture(scope="module")
-def scenes(slurm: Slurm, root: Path) -> dict[str, list[str]]:
-    """Everything submitted, the longest first: scene -> job ids. Folder: root / scene."""
-    go = slurm.submit
-    return {
-        "limit": go(root / "limit", *INTERRUPTED, "cluster.time_min=1", "cluster.signal_s=20", ROOMY,
-                    "cluster.max_attempts=5", faults={CURVE: SLOW}),
-        "deaf": go(root / "deaf", *TWO_RANKS, "cluster.time_min=1", "cluster.signal_s=20", ROOMY,
-                   faults={0: {"kind": "block", "rank": 1, "step": 3}}),
-        "preempted": go(root / "preempted", *INTERRUPTED, "cluster.partition=low", "cluster.cpus_per_task=16",
-                        faults={CURVE: SLOW}),
-        "node": go(root / "node", *INTERRUPTED, "checkpoint.every=1", "cluster.partition=spare", ROOMY,
-                   faults={CURVE: {"step_s": 5}}),
-        "node_once": go(root / "node_once", *INTERRUPTED, "cluster.partition=spare", "cluster.max_attempts=1", ROOMY,
-                        faults={CURVE: {"step_s": 5}}),
-        "array": go(root / "array", *TWO_RANKS, "run.hang_s=20", "train.seed=range(0,7)", "cluster.mem=2500M", ROOMY,
-                    "cluster.array_parallelism=3", faults=FAULTS),
-    }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def array(slurm: Slurm, root: Path, scenes: dict[str, list[str]]) -> dict[int, RunResult]:
-    results = root / "array"
-    slurm.wait(results, lambda points: points[SCANCEL].step >= 1)
-    slurm.call("scancel", f"{scenes['array'][0]}_{SCANCEL}")
-    return slurm.finish(results)
-
-
-def wait_for_step(slurm: Slurm, results: Path, step: int) -> None:
-    slurm.wait(results, lambda points: points[CURVE].step >= step)
-
-
-def test_a_node_that_dies(slurm: Slurm, root: Path, scenes: dict[str, list[str]]) -> None:
-    """slurmd is killed under two jobs: the one that may start again goes on from its checkpoint, the other is lost."""
-    assert scenes["node"]
-    for scene in ("node", "node_once"):
-        wait_for_step(slurm, root / scene, 2)
-    subprocess.run(["kill", "-9", (slurm.folder / "slurmd.n3.pid").read_text().strip()], check=True)
-    slurm.wait(root / "node", lambda points: points[CURVE].status == "queued")
-    Slurm.start(slurm.folder)
-    lost = slurm.finish(root / "node_once")[CURVE]
-    assert lost.status == "lost" and "NODE_FAIL" in (lost.reason or "") and lost.steps_done >= 2
-    again = slurm.finish(root / "node")[CURVE]
-    assert (again.status, again.attempts) == ("ok", 2)
-    assert_on_the_curve(root / "node", again, scenes)
-
-
-def test_preempted_by_a_higher_partition(slurm: Slurm, root: Path, scenes: dict[str, list[str]]) -> None:
-    assert scenes["preempted"]
-    wait_for_step(slurm, root / "preempted", 2)
-    slurm.call("srun", "--partition=high", "--cpus-per-task=16", "--mem=100", "true")
-    row = slurm.finish(root / "preempted")[CURVE]
-    assert (row.status, row.attempts) == ("ok", 2)
-    assert_on_the_curve(root / "preempted", row, scenes)
-
-
-def test_time_limit(slurm: Slurm, root: Path, scenes: dict[str, list[str]]) -> None:
-    assert scenes["limit"]
-    row = slurm.finish(root / "limit")[CURVE]
-    assert row.status == "ok" and row.attempts >= 2
-    assert_on_the_curve(root / "limit", row, scenes)
-
-
-_curve: list[dict] = []
-
-
-def assert_on_the_curve(results: Path, row: RunResult, scenes: dict[str, list[str]]) -> None:
-    """Every step once, each with the loss of the run that nothing interrupted."""
-    if not _curve:
-        argv = [sys.executable, "-m", "bench", "run", *TINY, *INTERRUPTED, "-o", str(results.parent / "unbroken")]
-        done = subprocess.run(argv, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        _curve.extend(steps(results.parent / "unbroken", store.load_all(results.parent / "unbroken")[0]))
-    mine = steps(results, row)
-    assert [s["step"] for s in mine] == list(range(1, 17))
-    assert [s["loss"] for s in mine] == pytest.approx([s["loss"] for s in _curve], rel=1e-6)
-    resumed = read_ranks(run_dir(results, row))[0].resumed_at
-    assert resumed and all(step >= 1 for step in resumed)
-
-
-def test_time_limit_inside_a_collective(slurm: Slurm, root: Path, scenes: dict[str, list[str]]) -> None:
-    assert scenes["deaf"]
-    (row,) = slurm.finish(root / "deaf").values()
-    assert row.status == "timeout" and "TIMEOUT" in (row.reason or "") and row.steps_done == 2
-
-
-def test_other_points_finish(array: dict[int, RunResult]) -> None:
-    assert [array[seed].status for seed in (OK, OK_TOO)] == ["ok", "ok"] and len(array) == 7
-
-
-@pytest.mark.parametrize(
-    ("seed", "status", "reason", "rank"),
-    [
-        (RAISE, "failed", "ValueError: planted", 1),
-        (SIGKILL, "failed", "SIGKILL", 1),
-        (HANG, "hung", "run.hang_s=20", 1),
-        (SCANCEL, "cancelled", "CANCELLED", None),
-        (EAT, "oom", "exceeded memory limit", None),
-    ],
-)
-def test_endings(array: dict[int, RunResult], seed: int, status: str, reason: str, rank: int | None) -> None:
-    row = array[seed]
-    assert (row.status, row.first_failed_rank) == (status, rank), row.reason
-    assert reason in (row.reason or "")
-    assert row.steps_done <= (2 if seed != SCANCEL else 5)
-
-
-def test_rerun_takes_only_what_is_not_done(slurm: Slurm, root: Path, array: dict[int, RunResult]) -> None:
-    overrides = [*TWO_RANKS, "run.hang_s=20", "train.seed=range(0,7)", "cluster.mem=4G", ROOMY]
-    (job,) = slurm.submit(root / "array", *overrides)
-    assert len(slurm.call("squeue", "-h", "-r", "-t", "all", "-j", job).splitlines()) == 5
-    slurm.wait(root / "array", lambda points: all(p.status == "ok" for p in points.values()))
-    assert len([r for r in store.load_all(root / "array") if r.status == "ok"]) == 7
+"""The seed of the points that are interrupted: each is compared with one unbroken run."""
+INTERRUPTED = ["parallel.dp_shard=2", "train.steps=16", f"train.seed={CURVE}", ROOMY]
+SLOW, SLOWER = {CURVE: {"step_s": 3}}, {CURVE: {"step_s": 5}}
+ONE_MINUTE = ["cluster.time_min=1", "cluster.signal_s=20"]
+PATIENCE_S = 600
+Rows = dict[str, dict[int, RunResult]]
+"""scene -> seed -> result."""
 
 
 def shim(folder: Path, body: str) -> str:
     """A PATH whose sbatch is ``body`` around the real one."""
+    folder.mkdir()
     (folder / "sbatch").write_text(f"#!/bin/sh\n{body.format(real=shutil.which('sbatch'))}\n")
     (folder / "sbatch").chmod(0o755)
     return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
-def test_submitter_killed_right_after_submission(slurm: Slurm, tmp_path: Path) -> None:
-    """Between sbatch's acceptance and the note of the job id: found again by its unique name."""
-    path = shim(tmp_path, 'case "$*" in *version*) exec {real} "$@";; esac\n{real} "$@"; kill -9 $PPID')
-    process = slurm.python("sweeps", "hydra/launcher=slurm", "cluster=local", f"results={tmp_path}/r", *TINY,
-                           *TWO_RANKS, PATH=path)  # fmt: skip
-    process.communicate(timeout=60)
-    assert process.returncode == -9
-    assert [p.status for p in slurm.status(tmp_path / "r").values()] in (["queued"], ["running"])
-    (row,) = slurm.finish(tmp_path / "r").values()
-    assert row.status == "ok"
+@pytest.fixture(scope="module")
+def root() -> Iterator[Path]:
+    """A folder a scene; ``full`` is a small tmpfs where we may mount one."""
+    folder = Path(tempfile.mkdtemp(prefix="faults-", dir="/tmp"))
+    full = folder / "full"
+    full.mkdir()
+    if os.geteuid() == 0:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", full], check=True)
+    yield folder
+    if full.is_mount():
+        subprocess.run(["umount", full], check=True)
+    shutil.rmtree(folder)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
-def test_results_folder_full(slurm: Slurm, root: Path) -> None:
-    results = root / "full"
-    results.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", results], check=True)
-    try:
-        slurm.submit(results, *TWO_RANKS, faults={0: {"kind": "fill", "rank": 1, "step": 3}})
-        (row,) = slurm.finish(results).values()
-        assert row.status == "failed" and "no space left" in (row.reason or "").lower()
-        assert store.load_result(run_dir(results, row)).status == "failed"
-    finally:
+def submit_all(slurm: Slurm, root: Path) -> str:
+    """Every scene, the longest first; the id of the job of ``array``."""
+    go = slurm.submit
+    go(root / "node", *INTERRUPTED, "checkpoint.every=1", "cluster.partition=spare", faults=SLOWER)
+    go(root / "node_once", *INTERRUPTED, "cluster.partition=spare", "cluster.max_attempts=1", faults=SLOWER)
+    go(root / "limit", *INTERRUPTED, *ONE_MINUTE, "cluster.max_attempts=6", faults=SLOW)
+    go(root / "given_up", *INTERRUPTED, *ONE_MINUTE, "cluster.max_attempts=1", faults=SLOWER)
+    go(root / "deaf", *TWO_RANKS, *ONE_MINUTE, ROOMY, faults={0: {"kind": "block", "rank": 1, "step": 3}})
+    go(root / "preempted", *INTERRUPTED, "cluster.partition=low", "cluster.cpus_per_task=16", faults=SLOW)
+    (array,) = go(root / "array", *ARRAY, "cluster.mem=2500M", faults=FAULTS)
+    if (root / "full").is_mount():
+        go(root / "full", *TWO_RANKS, faults={0: {"kind": "fill", "rank": 1, "step": 3}})
+    path = shim(root / "shim", 'case "$*" in *version*) exec {real} "$@";; esac\n{real} "$@"; kill -9 $PPID')
+    killed = slurm.python("sweeps", "hydra/launcher=slurm", "cluster=local", f"results={root / 'killed'}", *TINY,
+                          *TWO_RANKS, PATH=path)  # fmt: skip
+    assert killed.wait(60) == -9
+    return array
+
+
+@pytest.fixture(scope="module")
+def ended(slurm: Slurm, root: Path) -> Rows:
+    """The stored results of all scenes."""
+    array = submit_all(slurm, root)
+    scenes = sorted(path.parent for path in root.glob("*/.jobs"))
+    points = {scene.name: slurm.status(scene) for scene in scenes}
+
+    def reached(scene: str, seed: int, step: int) -> bool:
+        return points[scene][seed].step >= step
+
+    def lose_node() -> None:
+        subprocess.run(["kill", "-9", (slurm.folder / "slurmd.n3.pid").read_text().strip()], check=True)
+
+    def preempt() -> None:
+        slurm.call("sbatch", "--partition=high", "--cpus-per-task=16", "--mem=100", "--output=/dev/null", "--wrap=true")
+
+    events: list[tuple[Callable[[], bool], Callable[[], object]]] = [
+        (lambda: reached("preempted", CURVE, 2), preempt),
+        (lambda: reached("array", SCANCEL, 1), lambda: slurm.call("scancel", f"{array}_{SCANCEL}")),
+        (lambda: reached("node", CURVE, 2) and reached("node_once", CURVE, 2), lose_node),
+        (lambda: points["node_once"][CURVE].status == "lost", lambda: Slurm.start(slurm.folder)),
+    ]
+    deadline = time.monotonic() + PATIENCE_S
+    while events or any(live(found) for found in points.values()):
+        assert time.monotonic() < deadline, f"{points}\n{slurm.call('squeue', '-r')}"
+        for event in [event for event in events if event[0]()]:
+            event[1]()
+            events.remove(event)
+        slurm.hurry()
         time.sleep(1)
-        subprocess.run(["umount", results], check=True)
+        points = {scene.name: slurm.status(scene) for scene in scenes}
+    return {scene.name: slurm.finish(scene) for scene in scenes}
+
+
+@pytest.fixture(scope="module")
+def curve(ended: Rows, root: Path) -> list[float]:
+    """The losses of the run that nothing interrupts."""
+    overrides = [text for text in INTERRUPTED if not text.startswith("cluster.")]
+    argv = [sys.executable, "-m", "bench", "run", *TINY, *overrides, "-o", str(root / "unbroken")]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (row,) = store.load_all(root / "unbroken")
+    return [s["loss"] for s in steps(root / "unbroken", row)]
+
+
+@pytest.mark.parametrize("scene", ["limit", "preempted", "node"])
+def test_interrupted_runs_go_on_on_the_same_curve(ended: Rows, root: Path, curve: list[float], scene: str) -> None:
+    """A time limit, a preemption by a higher partition, a lost node: every step once, with the unbroken run's loss."""
+    row = ended[scene][CURVE]
+    assert row.status == "ok" and row.attempts >= 2
+    mine = steps(root / scene, row)
+    assert [s["step"] for s in mine] == list(range(1, 17))
+    assert [s["loss"] for s in mine] == pytest.approx(curve, rel=1e-6)
+    resumed = read_ranks(run_dir(root / scene, row))[0].resumed_at
+    assert len(resumed) == row.attempts - 1 and all(step >= 1 for step in resumed)
+
+
+@pytest.mark.parametrize(
+    ("scene", "seed", "status", "reason", "rank", "done"),
+    [
+        ("array", RAISE, "failed", "ValueError: planted", 1, 2),
+        ("array", SIGKILL, "failed", "SIGKILL", 1, 2),
+        ("array", HANG, "hung", "run.hang_s=25", 1, 2),
+        ("array", SCANCEL, "cancelled", "CANCELLED", None, None),
+        ("array", EAT, "oom", "exceeded memory limit", None, 2),
+        ("node_once", CURVE, "lost", "NODE_FAIL", None, None),
+        ("given_up", CURVE, "timeout", "given up after 1 attempts", None, None),
+        ("deaf", 0, "timeout", "TIMEOUT", None, 2),
+        ("full", 0, "failed", "no space left", None, None),
+    ],
+)
+def test_endings(
+    ended: Rows, root: Path, scene: str, seed: int, status: str, reason: str, rank: int | None, done: int | None
+) -> None:
+    if scene == "full" and scene not in ended:
+        pytest.skip("mounting a small tmpfs needs root")
+    row = ended[scene][seed]
+    assert row.status == status and reason in (row.reason or ""), row.reason
+    assert scene == "full" or row.first_failed_rank == rank
+    assert done is None or row.steps_done == done
+    assert store.load_result(run_dir(root / scene, row)).status == status
+
+
+def test_other_points_finish(ended: Rows) -> None:
+    assert [ended["array"][seed].status for seed in (OK, OK_TOO)] == ["ok", "ok"] and len(ended["array"]) == 7
+
+
+def test_submitter_killed_right_after_submission(ended: Rows) -> None:
+    """Between sbatch's acceptance and the note of the job id: found again by its unique name."""
+    assert [row.status for row in ended["killed"].values()] == ["ok"]
+
+
+def test_nothing_is_left_running(ended: Rows, root: Path) -> None:
+    assert ended and processes(root) == []
+
+
+def test_rerun_takes_only_what_is_not_done(slurm: Slurm, root: Path, ended: Rows) -> None:
+    assert ended
+    (job,) = slurm.submit(root / "array", *ARRAY, "cluster.mem=4G")
+    assert len(slurm.call("squeue", "-h", "-r", "-t", "all", "-j", job).splitlines()) == 5
+    slurm.wait(root / "array", lambda points: all(p.status == "ok" for p in points.values()))
+    assert len([r for r in store.load_all(root / "array") if r.status == "ok"]) == 7
