@@ -147,9 +147,10 @@ def write_constants(result: Fidelity, path: Path) -> None:
     lines = [f'  {name}: {{{text}, unit: fraction, source: "bench fidelity", fitted_on: *rows}}'
              for name, text in values.items()]  # fmt: skip
     lines[0] = lines[0].replace("*rows", f"&rows [{rows}]")
+    metrics = [(short, metric) for short, metric in (("time", TPS), ("memory", MEMORY)) if result.scored(metric)]
     lines += ["errors: # half-widths of the 80 % intervals of rows that were not fitted"]
     lines += [f'  {short}: {{value: {result.half_width(metric):.3g}, unit: fraction, source: "bench fidelity"}}'
-              for short, metric in (("time", TPS), ("memory", MEMORY))]  # fmt: skip
+              for short, metric in metrics]  # fmt: skip
     path.write_text(text[: start.end()] + "\n" + "\n".join(lines) + "\n")
 
 
