@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,10 +79,15 @@ class Group:
         except psutil.NoSuchProcess:
             return []
 
-    def resident_bytes(self, limit: int) -> int:
-        """Resident bytes of all members; above ``limit`` shared pages count once (PSS, which takes longer to ask)."""
-        total = sum(_memory(p, shared=True) for p in self.members())
-        return total if total <= limit else sum(_memory(p, shared=False) for p in self.members())
+    def resident_bytes(self, limit: int, ranks: Iterable[int]) -> int:
+        """Resident bytes of all members and of the pids ``ranks``, which a scheduler's daemon started if not we.
+
+        Above ``limit`` shared pages count once (PSS, which takes longer to ask).
+        """
+        found = {p.pid: p for p in self.members()}
+        found |= {p.pid: p for p in psutil.process_iter() if p.pid in set(ranks)}
+        total = sum(_memory(p, shared=True) for p in found.values())
+        return total if total <= limit else sum(_memory(p, shared=False) for p in found.values())
 
     def end(self, grace_s: float = GRACE_S) -> int:
         """SIGTERM, ``grace_s``, SIGKILL to every member; the child's exit code."""
@@ -174,7 +179,8 @@ class Watch:
             return "hung", f"no rank made progress for run.hang_s={o.hang_s:g} s{self._where()}"
         if o.memory_limit_gib is not None and now - self.memory_asked > MEMORY_POLL_S:
             self.memory_asked = now
-            used = self.group.resident_bytes(int(o.memory_limit_gib * GIB)) / GIB
+            here = [start["pid"] for start in self.progress.ranks.values() if start["host"] == os.uname().nodename]
+            used = self.group.resident_bytes(int(o.memory_limit_gib * GIB), here) / GIB
             if used > o.memory_limit_gib:
                 return "oom", f"{used:.2f} GiB resident, run.memory_limit_gib={o.memory_limit_gib:g}"
         return None
