@@ -85,7 +85,8 @@ class Group:
         Above ``limit`` shared pages count once (PSS, which takes longer to ask).
         """
         found = {p.pid: p for p in self.members()}
-        found |= {p.pid: p for p in psutil.process_iter() if p.pid in set(ranks)}
+        elsewhere = set(ranks) - found.keys()
+        found |= {p.pid: p for p in psutil.process_iter() if p.pid in elsewhere} if elsewhere else {}
         total = sum(_memory(p, shared=True) for p in found.values())
         return total if total <= limit else sum(_memory(p, shared=False) for p in found.values())
 
