@@ -56,7 +56,7 @@ class CollectiveCounter(TorchDispatchMode):
 
     def _count(self, kind: str, args: Any, out: Any) -> None:
         group = next((name for name in map(_group_name, args) if name), "")
-        size = max(_bytes(args), _bytes(out))
+        size = max(*map(_bytes, args), _bytes(out))
         entry = self.counts[self.axes.get(group, "other")][kind]
         entry[0] += 1
         entry[1] += size
@@ -69,7 +69,7 @@ class CollectiveCounter(TorchDispatchMode):
 
 def group_axes(mesh: Mesh) -> dict[str, str]:
     """Process group name -> mesh axis, the finer name where two axes share a group."""
-    names = [*mesh.flat, *(mesh.world.mesh_dim_names or ())]
+    names = ["loss", "fsdp", *(mesh.world.mesh_dim_names or ())]
     return {mesh.submesh(name).get_group().group_name: name for name in names}
 
 

@@ -73,11 +73,12 @@ def traces_of(spec: RunSpec, kind: str) -> Traced:
 def assemble(spec: RunSpec, traces: dict[int, Trace]) -> Traced:
     """``traces``: pipeline rank -> trace; ranks between the first and the last are like rank 1."""
     c = spec.config
+    k = c.ac.k if c.ac.mode == "every_k" and c.parallel.stages == 1 else 1
+    periods = [-(-len(layers) // k) for layers in c.stage_layers()]
     order = sorted(traces)
     kinds = [order.index(_like(rank, c)) for rank in range(c.parallel.pp)]
-    layers = c.stage_layers()
     placement = [c.rank_stages(rank) for rank in range(c.parallel.pp)]
-    depths = [[len(layers[s]) for s in stages] for stages in placement]
+    depths = [[periods[s] for s in stages] for stages in placement]
     return Traced([traces[r] for r in order], kinds, depths, placement, spec.program.pp_lockstep)
 
 
@@ -87,33 +88,25 @@ def _like(rank: int, c: TrainConfig) -> int:
 
 
 def _make(spec: RunSpec, kind: str) -> dict[int, Trace]:
-    from bench.sim.expand import NotPeriodic
-    from bench.sim.trace import trace_rank
+    """Trace as few layers as can be repeated; all of them where they differ."""
+    from bench.sim.expand import NotPeriodic, growths
+    from bench.sim.trace import periods, trace_ranks
 
     c = spec.config
-    inner = c.parallel.world_size // c.parallel.pp
-    out: dict[int, Trace] = {}
-    for rank in sorted({_like(r, c) for r in range(c.parallel.pp)}):
-        wanted = [len(c.stage_layers()[s]) for s in c.rank_stages(rank)]
-        for depth in (DEPTH * _period(c), (DEPTH + 2) * _period(c), max(map(len, c.stage_layers()))):
-            try:
-                trace = trace_rank(spec, rank * inner, depth=depth, kind=kind)
-                _check_growth(trace, wanted)
-            except NotPeriodic:
-                continue
-            out[rank] = trace
-            break
-    return out
-
-
-def _period(c: TrainConfig) -> int:
-    return c.ac.k if c.ac.mode == "every_k" else 1
-
-
-def _check_growth(trace: Trace, wanted: list[int]) -> None:
-    from bench.sim.expand import growths
-
-    growths(trace, wanted)
+    if c.precision.float8 == "mxfp8" and kind == "cuda":
+        raise Unsupported("precision.float8=mxfp8 can not be simulated on a GPU: torchao's MXFP8 kernels are Triton's, "
+                          "which has no stand-in on a machine without one")  # fmt: skip
+    wanted = periods(c)
+    ranks = tuple(sorted({_like(r, c) for r in range(c.parallel.pp)}))
+    for depth in (DEPTH, DEPTH + 2):
+        traces = trace_ranks(spec, ranks, depth, kind=kind)
+        try:
+            for rank, trace in traces.items():
+                growths(trace, [wanted[s] for s in c.rank_stages(rank)])
+        except NotPeriodic:
+            continue
+        return traces
+    return trace_ranks(spec, ranks, max(wanted), kind=kind)
 
 
 def _load(path: Path) -> dict[int, Trace] | None:

@@ -12,7 +12,7 @@ import contextlib
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,8 +30,15 @@ _PASS_ON = ("wait_tensor", "view", "_unsafe_view", "reshape", "cat", "split", "g
 """What may stand between a collective and the GEMM that async TP joins it with."""
 
 
+@dataclass
+class Current:
+    """The tracer of now. Graphs outlive it: the next pipeline rank runs those that the first one compiled."""
+
+    now: Tracer = field(default_factory=Tracer)
+
+
 @contextlib.contextmanager
-def as_kernels(tracer: Tracer, config: TrainConfig) -> Iterator[None]:
+def as_kernels(tracers: Current, config: TrainConfig) -> Iterator[None]:
     """Let torch.compile use the tracer's executor instead of Inductor."""
     if not (config.compile.enable or config.compile.loss):
         yield
@@ -42,12 +49,10 @@ def as_kernels(tracer: Tracer, config: TrainConfig) -> Iterator[None]:
     from torch._inductor.decomposition import select_decomp_table
 
     def compiler(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        program = Program(graph, tracer, async_tp)
-        tracer.trace.facts["graphs"] = tracer.trace.facts.get("graphs", 0) + 1
-        tracer.trace.facts["async_tp_ops"] = tracer.trace.facts.get("async_tp_ops", 0) + len(program.decomposed)
+        program = Program(graph, async_tp)
 
         def run(args: list[Any]) -> Any:
-            return program(args)
+            return program(args, tracers.now)
 
         run._boxed_call = True  # type: ignore[attr-defined]  # arguments come as a list that we may empty
         return run
@@ -58,11 +63,7 @@ def as_kernels(tracer: Tracer, config: TrainConfig) -> Iterator[None]:
     )  # fmt: skip
 
     def unseen(graph: fx.GraphModule, inputs: list[Any]) -> Any:
-        tracer.paused += 1
-        try:
-            return backend(graph, inputs)
-        finally:
-            tracer.paused -= 1
+        return tracers.now.unseen(lambda: backend(graph, inputs))
 
     from torch._functorch import partitioners
 
@@ -167,7 +168,7 @@ class Recipe:
                 else:
                     numbers[arg] = tracer.allocate(storage)
             elif kind == Event.FREE.value:
-                tracer.add(Event.FREE, numbers[arg], stream)
+                tracer.forget(numbers[arg], stream)
             elif kind == Event.RECORD.value:
                 handles[arg] = tracer.record(stream)
             elif kind == Event.WAIT.value:
@@ -198,8 +199,8 @@ def _make(o: _Output, source: Any, made: dict[int, Tensor]) -> Any:
 class Program:
     """One compiled graph: for every node whether it runs for all to see, inside a fused kernel, or is a view."""
 
-    def __init__(self, graph: fx.GraphModule, tracer: Tracer, async_tp: bool):
-        self.graph, self.tracer = graph, tracer
+    def __init__(self, graph: fx.GraphModule, async_tp: bool):
+        self.graph = graph
         self.nodes = list(graph.graph.nodes)
         self.values = _number_values(self.nodes)
         self.decomposed = _beside_gemms(self.nodes) if async_tp else set()
@@ -208,6 +209,7 @@ class Program:
         self.kernels = fuse(entries, self.kept)
         self._plan(entries)
         self.recipes: dict[Any, Recipe] = {}
+        self.owner: Tracer | None = None
         inputs = [n for n in self.nodes if n.op == "placeholder"]
         owner = {self.values[n]: i for i, n in reversed(list(enumerate(inputs))) if n in self.values}
         number = {n: i for i, n in enumerate(inputs)}
@@ -276,16 +278,20 @@ class Program:
             if node in self.values:
                 self.drop[max(until.get(self.values[node], 0), index[node])].append(node)
 
-    def __call__(self, args: list[Any]) -> Any:
+    def __call__(self, args: list[Any], tracer: Tracer) -> Any:
         """Run the graph, or repeat what a run with the same inputs left. ``args`` is emptied, so that inputs die when
         they were needed last."""
         inputs = list(args)
         args.clear()
-        key = (tuple(_signature(x) for x in inputs), self.tracer.phase, self.tracer.stream)
+        if tracer is not self.owner:  # numbers in recipes are those of one trace
+            self.owner, self.tracer, self.recipes = tracer, tracer, {}
+            for fact, number in (("graphs", 1), ("async_tp_ops", len(self.decomposed))):
+                tracer.trace.facts[fact] = tracer.trace.facts.get(fact, 0) + number
+        key = (tuple(_signature(x) for x in inputs), tracer.phase, tracer.stream)
         recipe = self.recipes.get(key)
         if recipe is not None:
-            return recipe.repeat(inputs, self.tracer)
-        recording = Recording(inputs, self.tracer)
+            return recipe.repeat(inputs, tracer)
+        recording = Recording(inputs, tracer)
         out = self._interpret(inputs, recording)
         if (recipe := recording.recipe(out, self.sources)) is not None:
             self.recipes[key] = recipe
@@ -351,8 +357,8 @@ def _is_kernel(node: fx.Node) -> bool:
 def _tensor_args(node: fx.Node) -> list[fx.Node]:
     """Tensor arguments in order, with repetitions, as :func:`kernels.make_op` lists them."""
     out: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda n: out.append(n) if isinstance(n.meta.get("val"), Tensor) else None)
-    return out
+    fx.node.map_arg((node.args, node.kwargs), out.append)
+    return [n for n in out if isinstance(n.meta.get("val"), Tensor)]
 
 
 def _items(node: fx.Node) -> list[fx.Node]:
@@ -393,12 +399,9 @@ def _op(node: fx.Node, reads: list[fx.Node]) -> Op | Collective:
 
 def _beside_gemms(nodes: list[fx.Node]) -> set[fx.Node]:
     """All-gathers whose result feeds a GEMM and reduce-scatters of a GEMM's result: what async TP decomposes."""
-    out = set()
-    for node in nodes:
-        name = _name(node)
-        if name == "all_gather_into_tensor" and _reaches(node, lambda n: n.users) or name == "reduce_scatter_tensor" and _reaches(node, lambda n: n.all_input_nodes):
-            out.add(node)
-    return out
+    gathers = {n for n in nodes if _name(n) == "all_gather_into_tensor" and _reaches(n, lambda m: m.users)}
+    scatters = {n for n in nodes if _name(n) == "reduce_scatter_tensor" and _reaches(n, lambda m: m.all_input_nodes)}
+    return gathers | scatters
 
 
 def _reaches(start: fx.Node, following: Callable[[fx.Node], Any]) -> bool:

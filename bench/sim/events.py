@@ -147,8 +147,8 @@ class Trace:
 
     ``table`` interns :class:`Op` and :class:`Collective`; ``storages`` holds the allocations by number; ``streams``
     the stream names (0 is the compute stream). ``initial`` are the storages alive before the first step. ``depths`` is
-    the number of layers that were traced, of each stage of the rank; layers are numbered through. ``rank`` is the rank
-    that was traced.
+    the number of layers that were traced, of each stage of the rank; layers are numbered through. ``facts`` holds what
+    else was seen: graphs compiled, collectives that async TP takes apart, torch's pipeline tables.
     """
 
     table: list[Op | Collective] = field(default_factory=list)
@@ -158,7 +158,6 @@ class Trace:
     events: Events = field(default_factory=Events)
     marks: list[tuple[str, int]] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
-    rank: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
 
     def sizes(self) -> npt.NDArray[np.int64]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -47,15 +48,16 @@ def transfers(tracer: Tracer) -> Iterator[None]:
 
         return start
 
-    saved = schedules._batch_p2p, dist.batch_isend_irecv
-    schedules._batch_p2p, dist.batch_isend_irecv = wrap(saved[0]), wrap(saved[1])
-    try:
+    with (
+        mock.patch.object(schedules, "_batch_p2p", wrap(schedules._batch_p2p)),
+        mock.patch.object(dist, "batch_isend_irecv", wrap(dist.batch_isend_irecv)),
+        # one process stands for all pipeline ranks in turn, so that a neighbour may have its own number
+        mock.patch.object(dist.distributed_c10d, "_check_not_self_rank", lambda *args: None),
+    ):
         yield
-    finally:
-        schedules._batch_p2p, dist.batch_isend_irecv = saved
 
 
-def prepare(tracer: Tracer, schedule: Any, config: TrainConfig, keep_outputs: bool) -> None:
+def prepare(tracer: Tracer, schedule: Any, config: TrainConfig, keep_outputs: bool, pp_rank: int) -> None:
     """Tell the stages their shapes, which they would learn from each other, and mark their actions.
 
     ``keep_outputs``: every stage keeps the outputs of all microbatches until the step ends, as torch did before
@@ -63,6 +65,7 @@ def prepare(tracer: Tracer, schedule: Any, config: TrainConfig, keep_outputs: bo
     """
     stages = getattr(schedule, "_stages", None) or [schedule._stage]
     schedule._warmup_p2p = lambda *args, **kwargs: None
+    schedule.rank = pp_rank
     step = schedule.step
 
     def finish(*args: Any, **kwargs: Any) -> Any:
@@ -73,7 +76,7 @@ def prepare(tracer: Tracer, schedule: Any, config: TrainConfig, keep_outputs: bo
 
     schedule.step = finish
     for slot, stage in enumerate(stages):
-        stage._inference_mode = InferenceMode.STATIC
+        stage._inference_mode, stage.group_rank = InferenceMode.STATIC, pp_rank
         hidden = _hidden(config)
         stage._user_meta.inputs = extract_tensor_metas((_tokens(config) if stage.is_first else hidden,))
         stage._user_meta.outputs = extract_tensor_metas((_logits(config) if stage.is_last else hidden,))
@@ -133,7 +136,9 @@ def slot_table(schedule: Any) -> dict[int, list[str]]:
     for rank, row in order.items():
         slots: list[Any] = [a for action in row for a in (getattr(action, "sub_actions", None) or (action,))]
         rows[rank] = ["" if a is None else str(a) for a in slots if a is None or a.is_compute_op]
-    return {rank: _renumber(row) for rank, row in rows.items()} if isinstance(schedule, schedules.Schedule1F1B) else rows
+    if isinstance(schedule, schedules.Schedule1F1B):
+        rows = {rank: _renumber(row) for rank, row in rows.items()}
+    return rows
 
 
 def _renumber(row: list[str]) -> list[str]:

@@ -10,8 +10,9 @@ import contextlib
 import gc
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,15 +26,15 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.sim import program, stages
-from bench.sim.compiled import as_kernels
+from bench.sim.compiled import Current, as_kernels
 from bench.sim.events import Trace
 from bench.sim.tracer import Group, Tracer, follow_layers, follow_modules, hooks
 from bench.spec import ProgramConfig, RunSpec
-from trainer_core import parallel, train
+from trainer_core import train
 from trainer_core.config import TrainConfig
 from trainer_core.evidence import group_axes
 from trainer_core.mesh import Mesh
-from trainer_core.parallel.context import positions
+from trainer_core.parallel.context import balanced, positions
 
 OURS = ProgramConfig()
 STEPS = 2
@@ -83,48 +84,92 @@ def as_on_device(kind: str) -> Iterator[None]:
     if kind != "cuda":
         yield
         return
-    attention, float8 = F.scaled_dot_product_attention, parallel.apply_float8
-    F.scaled_dot_product_attention = flash
-    # real eight-bit GEMMs, not their emulation
-    parallel.apply_float8 = lambda model, precision, device_type: float8(model, precision, kind)
-    try:
+    with mock.patch.object(F, "scaled_dot_product_attention", flash):
         yield
-    finally:
-        F.scaled_dot_product_attention, parallel.apply_float8 = attention, float8
 
 
-def reduced(config: TrainConfig, layers: int) -> TrainConfig:
-    """The same plan with at most ``layers`` layers a stage."""
+def period(config: TrainConfig) -> int:
+    """Layers after which the model repeats: checkpointing may take one in k."""
+    return config.ac.k if config.ac.mode == "every_k" else 1
+
+
+def reduced(config: TrainConfig, depth: int) -> TrainConfig:
+    """The same plan with at most ``depth`` periods of layers a stage, and what the last period has too few.
+
+    With pipeline stages and a period, which layer is which depends on where a stage begins: nothing is left out.
+    """
+    k, stages = period(config), config.parallel.stages
+    if k > 1 and stages > 1:
+        return config
     most = max(map(len, config.stage_layers()))
-    layers = min(layers, most) * config.parallel.stages
+    layers = min(depth * k + (config.model.layers % k if stages == 1 else 0), most) * stages
     return replace(config, model=replace(config.model, layers=min(layers, config.model.layers)))
 
 
-def trace_rank(spec: RunSpec, rank: int = 0, depth: int = 6, steps: int = STEPS, kind: str = "cuda") -> Trace:
-    """Trace ``steps`` optimizer steps of ``rank``, with at most ``depth`` layers a stage, on a device of ``kind``."""
-    config, device = reduced(spec.config, depth), torch.device("cpu")
-    tracer = Tracer()
-    tracer.trace.rank = rank
+def periods(config: TrainConfig) -> list[int]:
+    """Periods of layers in every stage."""
+    k = period(config) if config.parallel.stages == 1 else 1
+    return [-(-len(layers) // k) for layers in config.stage_layers()]
+
+
+def trace_ranks(
+    spec: RunSpec, pp_ranks: tuple[int, ...] = (0,), depth: int = 6, steps: int = STEPS, kind: str = "cuda"
+) -> dict[int, Trace]:
+    """Trace ``steps`` optimizer steps of the pipeline ranks, with at most ``depth`` periods of layers a stage, as on a device of
+    ``kind`` (cpu, cuda).
+
+    All are traced in one fake world, whose rank takes their places in the pipeline in turn: a block is compiled once.
+    Without load balancing the last cp rank has the most attention to do: it is the one that is traced.
+    """
+    config, p = reduced(spec.config, depth), spec.config.parallel
+    rank = 0 if balanced(p) else (p.cp - 1) * p.tp
+    out: dict[int, Trace] = {}
     with contextlib.ExitStack() as stack:
-        for context in (fake_world(rank, config.parallel.world_size), as_on_device(kind), without_collector(),
-                        as_kernels(tracer, config), program.variant(spec.program)):  # fmt: skip
+        tracers = Current()
+        for context in (fake_world(rank, p.world_size), as_on_device(kind), without_collector(),
+                        as_kernels(tracers, config), program.variant(spec.program)):  # fmt: skip
             stack.enter_context(context)
-        trainer = train.setup(config, device, init=False)
-        tracer.groups = groups_of(trainer.mesh)
-        for context in (FakeTensorMode(allow_non_fake_inputs=True), hooks(tracer), stages.transfers(tracer)):
-            stack.enter_context(context)
+        mesh, memory = Mesh.build(p, "cpu", kind), FakeTensorMode(allow_non_fake_inputs=True)
+        for pp_rank in pp_ranks:
+            staged = StagedMesh(**{f.name: getattr(mesh, f.name) for f in fields(mesh)}, pp_rank=pp_rank)
+            with mock.patch.object(Mesh, "build", lambda *_, staged=staged: staged):
+                trainer = train.setup(config, torch.device("cpu"), init=False, program=kind)
+            tracers.now = Tracer(groups_of(mesh))
+            with memory:
+                _run(tracers.now, trainer, spec, steps, pp_rank)
+            out[pp_rank] = tracers.now.trace
+    return out
+
+
+def trace_rank(spec: RunSpec, depth: int = 6, steps: int = STEPS, kind: str = "cuda") -> Trace:
+    """The trace of the first pipeline rank."""
+    return trace_ranks(spec, (0,), depth, steps, kind)[0]
+
+
+@dataclass(frozen=True)
+class StagedMesh(Mesh):
+    """A mesh seen from pipeline rank ``pp_rank``."""
+
+    pp_rank: int = 0
+
+    def rank(self, name: str) -> int:
+        return self.pp_rank if name == "pp" else super().rank(name)
+
+
+def _run(tracer: Tracer, trainer: train.Trainer, spec: RunSpec, steps: int, pp_rank: int) -> None:
+    with hooks(tracer), stages.transfers(tracer):
         materialize(tracer, trainer)
         program.adjust(trainer, spec.program)
         if trainer.schedule is not None:
-            stages.prepare(tracer, trainer.schedule, config, spec.program.stage_outputs_kept)
+            stages.prepare(tracer, trainer.schedule, trainer.config, spec.program.stage_outputs_kept, pp_rank)
             tracer.trace.facts |= {"actions": stages.action_table(trainer.schedule),
                                    "slots": stages.slot_table(trainer.schedule)}  # fmt: skip
-        stack.enter_context(tracer)
-        for step in range(1, steps + 1):
-            tracer.mark("step", step)
-            trainer.train_step(step, batch(config, device))
-        tracer.mark("end")
-    return tracer.trace
+        with tracer:
+            for step in range(1, steps + 1):
+                tracer.mark("step", step)
+                trainer.train_step(step, batch(trainer.config, trainer.device))
+            tracer.mark("end")
+        tracer.close()
 
 
 @contextlib.contextmanager
@@ -143,20 +188,20 @@ def materialize(tracer: Tracer, trainer: train.Trainer) -> None:
     """Give the parameters (fake) memory, and hang the hooks that tell layer and module."""
     c = trainer.config
     here = positions(c.data.seq_len, trainer.mesh.rank("cp"), c.parallel)
-    offset = 0
+    k = period(c) if c.parallel.stages == 1 else 1
     for model in trainer.stages.values():
         model.to_empty(device=trainer.device)
         model.set_positions(here)
         blocks = list(model.layers.values())
-        owner = {id(p): i for i, block in enumerate(blocks, offset) for p in block.parameters()}
+        numbers = [sum(tracer.trace.depths) + i // k for i in range(len(blocks))]
+        owner = {id(p): number for number, block in zip(numbers, blocks, strict=True) for p in block.parameters()}
         for p in model.parameters():
             number = tracer.follow(local(p), "params", owner.get(id(p), -1), initial=True)
             tracer.trace.storages[number].sharded = isinstance(p, DTensor)
         tracer.follow(model.rope, "buffers", -1, initial=True)
         follow_modules(tracer, model, skip="layers" if c.compile.enable else "")
-        follow_layers(tracer, blocks, offset)
-        tracer.trace.depths.append(len(blocks))
-        offset += len(blocks)
+        follow_layers(tracer, blocks, numbers)
+        tracer.trace.depths.append(-(-len(blocks) // k))
 
 
 def local(t: Tensor) -> Tensor:

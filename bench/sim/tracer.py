@@ -12,6 +12,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -68,6 +69,8 @@ class Tracer(TorchDispatchMode):
         self.handles = 0
         self._info: dict[Any, tuple[str, str, tuple[int, ...], bool]] = {}
         self.storage_layer: list[int] = []
+        self._made_in: list[Phase] = []
+        self.after_layers = False
 
     # events
 
@@ -121,13 +124,37 @@ class Tracer(TorchDispatchMode):
     def _allocate(self, key: int, size: int, category: Category, layer: int | None, initial: bool = False) -> int:
         number = len(self.trace.storages)
         layer = self.layer if layer is None else layer
-        self.trace.storages.append(Storage(size, self.stream, category))
+        self.trace.storages.append(Storage(size, self.stream, self._category(category)))
         self.storage_layer.append(layer)
+        self._made_in.append(self.phase)
         self._live[key] = number
         self.add(Event.ALLOC, number, None, layer)
         if initial:
             self.trace.initial.append(number)
         return number
+
+    def _category(self, given: Category) -> Category:
+        """What is known at once; :meth:`_free` and :meth:`close` know the rest by when it dies."""
+        if given != "temp":
+            return given
+        if self.stream != 0:
+            return "comm"
+        return "logits" if self.layer < 0 and self.after_layers else "temp"
+
+    def _settle(self, number: int, dies_in: Phase | None) -> None:
+        """What lives from forward to backward is an activation; what outlives its step is a gradient or a state."""
+        storage, made_in = self.trace.storages[number], self._made_in[number]
+        if storage.category == "temp" and made_in in ("fwd", "other") and dies_in in ("bwd", "recompute"):
+            storage.category = "activations"
+        elif made_in in ("bwd", "recompute") and dies_in in ("optim", "fwd", "other", None):
+            storage.category = "grads"
+        elif storage.category == "temp" and made_in == "optim" and dies_in is None:
+            storage.category = "optimizer"
+
+    def close(self) -> None:
+        """The trace is complete: what is still alive gets its category."""
+        for number in self._live.values():
+            self._settle(number, None)
 
     def _released(self, key: int) -> None:
         self._refs.pop(key, None)
@@ -136,6 +163,7 @@ class Tracer(TorchDispatchMode):
     def _free(self, key: int) -> None:
         number = self._live.pop(key, None)
         if number is not None:
+            self._settle(number, self.phase)
             layer = self.layer if self.layer >= 0 else self.storage_layer[number]
             self.add(Event.FREE, number, None, layer)
 
@@ -159,12 +187,17 @@ class Tracer(TorchDispatchMode):
         return self._live.get(t.untyped_storage()._cdata)
 
     def allocate(self, like: Storage) -> int:
-        """An allocation that no tensor stands for; the caller writes its FREE."""
+        """An allocation that no tensor stands for; :meth:`forget` ends it."""
         number = len(self.trace.storages)
         self.trace.storages.append(Storage(like.bytes, like.stream, like.category, like.sharded))
         self.storage_layer.append(self.layer)
+        self._made_in.append(self.phase)
         self.add(Event.ALLOC, number)
         return number
+
+    def forget(self, number: int, stream: int) -> None:
+        self._settle(number, self.phase)
+        self.add(Event.FREE, number, stream)
 
     def unseen(self, make: Callable[[], Any]) -> Any:
         """What ``make`` returns, without a trace of it."""
@@ -183,7 +216,12 @@ class Tracer(TorchDispatchMode):
         return -1 if number is None else self.storage_layer[number]
 
     def leave_layers(self) -> None:
+        """Outside of blocks again: behind the last one in forward, before the first one's input in backward."""
         self.layer = -1
+        self.after_layers = torch._C._current_graph_task_id() == -1
+
+    def enter_layer(self, number: int) -> None:
+        self.layer, self.after_layers = number, False
 
     # dispatch
 
@@ -306,7 +344,8 @@ class Tracer(TorchDispatchMode):
             size = max(sum(t.numel() * t.element_size() for t in ts) for ts in (inputs, outputs or inputs))
             dtype = kernels.describe(inputs[0])[1]
             module = self.modules[-1] if self.modules else ""
-            index = self.intern(Collective(kind, size, group.axis, group.size, group.stride, dtype, module, self.phase, self.overlap))
+            index = self.intern(Collective(kind, size, group.axis, group.size, group.stride, dtype, module, self.phase,
+                                           self.overlap))  # fmt: skip
             self._start(index, group, functional, kind, outputs)
         if kind == "reduce_scatter" and group.axis in ("fsdp", "dp_shard"):
             for t in inputs[:1]:
@@ -431,36 +470,41 @@ def _pop(stack: list[str]) -> None:
     stack.pop()
 
 
-def follow_layers(tracer: Tracer, blocks: list[nn.Module], offset: int = 0) -> None:
-    """Set ``tracer.layer`` while a block's forward and backward run; the first block is layer ``offset``.
+def follow_layers(tracer: Tracer, blocks: list[nn.Module], numbers: list[int]) -> None:
+    """Set ``tracer.layer`` to its number while a block's forward and backward run.
 
     A layer's backward begins when the gradient of its output arrives and ends when that of its input is done. The
     block's class is replaced, since a hook on a compiled block would become part of its graph.
     """
-    numbers = {id(block): number for number, block in enumerate(blocks, offset)}
-    classes: dict[type, type] = {}
+    for block, number in zip(blocks, numbers, strict=True):
+        first, last = block is blocks[0], block is blocks[-1]
 
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        number = numbers[id(self)]
-        tracer.layer = number
-        tracer.modules.append("layers.*")
-        if number == offset:
-            _on_gradient(args[0], tracer.leave_layers)
-        out = original(self)(*args, **kwargs)
-        tracer.modules.pop()
-        _on_gradient(out, lambda: setattr(tracer, "layer", number))
-        if number == offset + len(blocks) - 1:
-            tracer.leave_layers()
-        return out
+        def call(run: Callable[..., Any], *args: Any, number: int = number, first: bool = first,
+                 last: bool = last) -> Any:  # fmt: skip
+            tracer.enter_layer(number)
+            tracer.modules.append("layers.*")
+            if first:
+                _on_gradient(args[0], tracer.leave_layers)
+            out = run(*args)
+            tracer.modules.pop()
+            _on_gradient(out, lambda: tracer.enter_layer(number))
+            if last:
+                tracer.leave_layers()
+            return out
 
-    def original(block: nn.Module) -> Any:
-        return super(type(block), block).__call__
+        block.__dict__["follow"] = call
+        block.__class__ = _followed(type(block))
 
-    for block in blocks:
-        cls = type(block)
-        if cls not in classes:
-            classes[cls] = type(cls.__name__, (cls,), {"__call__": call})
-        block.__class__ = classes[cls]
+
+@cache
+def _followed(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass whose calls go through the instance's ``follow``; one for each class, which dynamo compares."""
+
+    def call(self: Any, *args: Any) -> Any:
+        return self.follow(super(followed, self).__call__, *args)
+
+    followed = type(cls.__name__, (cls,), {"__call__": call})
+    return followed
 
 
 def _on_gradient(t: Any, action: Callable[[], None]) -> None:
