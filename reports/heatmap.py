@@ -54,13 +54,13 @@ def axes(points: Sequence[Point], limit: int = 60) -> list[Axis]:
 def choose(points: Sequence[Point]) -> tuple[Axis, Axis]:
     """(x, y): the pair that spreads the runs over the most cells and leaves the fewest of them empty.
 
-    Maximises filled cells x filled share, among strategy settings that vary; a setting that varies alone gets one row.
+    Maximises filled cells x filled share, among strategy settings that vary; one that varies alone gets one column.
     """
     found = [a for a in axes(points, max(LIMIT)) if a.key.startswith(STRATEGY)] or axes(points, max(LIMIT))
     best: tuple[float, Axis, Axis] = (0.0, NOTHING, NOTHING)
     for a in found:
         alone = len({a.of(p) for p in points})
-        best = (alone, a, NOTHING) if best[0] < alone <= LIMIT[0] else best
+        best = (alone, NOTHING, a) if best[0] < alone <= LIMIT[1] else best
     for a, b in combinations(found[:12], 2):
         cells = {(a.of(p), b.of(p)) for p in points}
         xs, ys = {x for x, _ in cells}, {y for _, y in cells}

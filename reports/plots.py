@@ -215,21 +215,21 @@ def heat(name: str, title: str, unit: str, points: Sequence[Point], x: Axis, y: 
     ys = heatmap.order({k[1] for k in grid})[: heatmap.LIMIT[1]]
     with figures.style() as pyplot:
         told = heatmap.details(points, x, y)
-        fig, ax = blank(pyplot, 48 * len(ys) + 96, max(figures.WIDTH, 190 + 136 * len(xs)))
+        fig, ax = blank(pyplot, 56 * len(ys) + 96, max(figures.WIDTH, 190 + 136 * len(xs)))
         _paint(ax, grid, xs, ys, memory, lambda c: heatmap.winner(c, told))
         ax.set_xticks([i + 0.5 for i in range(len(xs))], [_wrap(_label(v), 18) for v in xs])
         ax.set_yticks([i + 0.5 for i in range(len(ys))], [_wrap(_label(v), 26) for v in ys], rotation=0)
         ax.tick_params(length=0)
         ax.set_xlabel(x.title)
-        ax.set_ylabel("")
-        ax.set_title(clean(f"{title}, {unit}" + (f" · rows: {y.title}" if y.title else "")), loc="left")
+        ax.set_ylabel(y.title)
+        ax.set_title(f"{title}, {unit}", loc="left")
         for spine in ax.spines.values():
             spine.set_visible(False)
         return Drawing(name, title, "", figures.to_svg(pyplot, fig, name), "heatmaps")
 
 
 def _label(value: object) -> str:
-    return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    return {"True": "on", "False": "off", heatmap.ALL: ""}.get(str(value), str(value))
 
 
 def _wrap(text: str, width: int) -> str:
@@ -270,8 +270,8 @@ def _paint(ax: Any, grid: Mapping[tuple[Any, Any], heatmap.Cell], xs: Sequence[A
                 " sim" if cell.best.simulated else ""
             )
             rest, ink = winner(cell), color(f"t{step}")
-            ax.text(j + 0.5, i + (0.34 if rest else 0.5), text, ha="center", va="center", color=ink, fontsize=12)
-            ax.text(j + 0.5, i + 0.7, clean(rest, 20), ha="center", va="center", color=ink, fontsize=11)
+            ax.text(j + 0.5, i + (0.27 if rest else 0.5), text, ha="center", va="center", color=ink, fontsize=12)
+            ax.text(j + 0.5, i + 0.67, _wrap(rest, 20), ha="center", va="center", color=ink, fontsize=11)
     cmap = ListedColormap([color(f"h{i}") for i in range(figures.HEAT)])
     seaborn.heatmap(
         steps, ax=ax, cmap=cmap, vmin=0, vmax=figures.HEAT - 1, cbar=False, linewidths=2, linecolor=color("surface")
