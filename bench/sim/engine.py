@@ -20,8 +20,8 @@ from trainer_core.config import ConfigError
 
 GIB = 2**30
 LEVEL = 0.8
-HALF_WIDTH = {"time": 0.08, "memory": 0.04}
-"""Relative half width of the 80 % intervals, until ``bench fidelity`` has measured a device's own."""
+HALF_WIDTH = {"time": 0.2, "memory": 0.1}
+"""Relative half-width of the 80 % intervals on a device whose file has none of its own (``errors``)."""
 
 
 def simulate(spec: RunSpec, prices: Cost | None = None) -> RunResult:
@@ -43,28 +43,33 @@ def simulate(spec: RunSpec, prices: Cost | None = None) -> RunResult:
     prices = prices or Cost(device)
     time = predict.step_time(plan, prices)
     memory, rank = predict.footprint(plan)
-    metrics = _metrics(spec, time, memory)
+    metrics = _metrics(spec, device, time, memory)
     status, reason = _fits(spec, device, memory, plan)
     return _result(spec, status, reason, metrics, _evidence(spec, plan, time, memory, rank, device), rank)
 
 
-def _value(name: str, value: float, kind: str) -> Value:
-    half = HALF_WIDTH[kind] * value
+def half_width(device: Hardware, kind: str) -> float:
+    """What held-out predictions on this device were wrong by, as ``bench fidelity`` measured it."""
+    return device.errors.get(kind, HALF_WIDTH[kind])
+
+
+def _value(name: str, value: float, half: float) -> Value:
+    half *= value
     return Value(value, value - half, value + half, LEVEL, 1, METRICS[name].unit)
 
 
-def _metrics(spec: RunSpec, time: StepTime, memory: Footprint) -> dict[str, Value]:
-    tokens = spec.config.tokens_per_step
-    tps = _value("tps_per_gpu", tokens / spec.world_size / time.seconds, "time")
+def _metrics(spec: RunSpec, device: Hardware, time: StepTime, memory: Footprint) -> dict[str, Value]:
+    tokens, in_time, in_memory = spec.config.tokens_per_step, half_width(device, "time"), half_width(device, "memory")
+    tps = _value("tps_per_gpu", tokens / spec.world_size / time.seconds, in_time)
     exposed = sum(time.parts.exposed_comm.values()) / time.seconds
     out = {
-        "tps_global": _value("tps_global", tokens / time.seconds, "time"),
+        "tps_global": _value("tps_global", tokens / time.seconds, in_time),
         "tps_per_gpu": tps,
-        "step_time_s": _value("step_time_s", time.seconds, "time"),
-        "peak_active_gib": _value("peak_active_gib", memory.live_peak / GIB, "memory"),
-        "peak_reserved_gib": _value("peak_reserved_gib", memory.reserved / GIB, "memory"),
-        "exposed_comm_frac": _value("exposed_comm_frac", exposed, "time"),
-        "bubble_frac": _value("bubble_frac", time.bubble_frac, "time"),
+        "step_time_s": _value("step_time_s", time.seconds, in_time),
+        "peak_active_gib": _value("peak_active_gib", memory.live_peak / GIB, in_memory),
+        "peak_reserved_gib": _value("peak_reserved_gib", memory.reserved / GIB, in_memory),
+        "exposed_comm_frac": _value("exposed_comm_frac", exposed, in_time),
+        "bubble_frac": _value("bubble_frac", time.bubble_frac, in_time),
         **utilization(tps, spec),
     }
     for name in METRICS:
@@ -78,7 +83,8 @@ def _fits(spec: RunSpec, device: Hardware, memory: Footprint, plan: Traced) -> t
     if device.kind == "cpu":
         return "ok", None
     capacity = (device.memory_bytes - device.outside_allocator) / GIB
-    need, half = memory.reserved / GIB, HALF_WIDTH["memory"] * memory.reserved / GIB
+    need = memory.reserved / GIB
+    half = half_width(device, "memory") * need
     if need - half > capacity:
         parts = ", ".join(f"{name} {b / GIB:.1f}" for name, b in memory.by_category.items() if b > GIB / 20)
         return "oom", (f"{need:.1f} GiB reserved, {device.name} leaves {capacity:.1f} GiB to the allocator. At the peak "
