@@ -92,8 +92,18 @@ def time_gemm(m: int, n: int, k: int, dtype: str, device: str) -> float:
     return seconds(lambda: a @ b, device)
 
 
-def time_attention(shape: tuple[int, ...], device: str) -> tuple[float, list[Op]]:
-    """(seconds of a causal forward and backward, the two ops behind them)."""
+def attention_ops(shape: tuple[int, ...], dtype: str) -> list[Op]:
+    """The forward and backward of a causal attention (batch, heads, kv heads, q, kv, head dim)."""
+    b, h, _, t, _, d = shape
+    ops = []
+    for backward in (0, 1):
+        dims = (*shape, 1, backward)
+        ops.append(Op("flash", "attention", (((b, h, t, d), dtype),), (), attention_flops(dims), 0, 0, dims))
+    return ops
+
+
+def time_attention(shape: tuple[int, ...], device: str) -> float:
+    """Seconds of a causal forward and backward."""
     b, h, kv, t, _, d = shape
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     q, k, v = (torch.randn(b, n, t, d, device=device, dtype=dtype, requires_grad=True) for n in (h, kv, kv))
@@ -102,12 +112,7 @@ def time_attention(shape: tuple[int, ...], device: str) -> tuple[float, list[Op]
     def run() -> None:
         torch.autograd.backward(F.scaled_dot_product_attention(q, k, v, is_causal=True), gradient)
 
-    ops = []
-    for backward in (0, 1):
-        dims = (*shape, 1, backward)
-        ops.append(Op("flash", "attention", (((b, h, t, d), "bf16" if device == "cuda" else "fp32"),), (),
-                      attention_flops(dims), 0, 0, dims))  # fmt: skip
-    return seconds(run, device), ops
+    return seconds(run, device)
 
 
 def time_copy(device: str) -> float:
@@ -203,7 +208,8 @@ def fractions(hardware: Hardware, device: str, say: Callable[[str], None]) -> di
             rate = 2e-12 * math.prod(shape) / measured
             say(f"{dtype} GEMM {'x'.join(map(str, shape))}: {rate:.3g} TFLOPS")
         out[name] = statistics.median(ratios)
-    measured, ops = time_attention(ATTENTION[device], device)
+    ops = attention_ops(ATTENTION[device], "bf16" if device == "cuda" else "fp32")
+    measured = time_attention(ATTENTION[device], device)
     out["attention"] = sum(ideal.op(op)[0] for op in ops) / measured
     say(f"attention, forward and backward: {1e-12 * sum(op.flops for op in ops) / measured:.3g} TFLOPS")
     out["hbm"] = time_copy(device) / hardware.memory_bandwidth
