@@ -31,8 +31,8 @@ def _map(report: Report, main: Headline | None) -> dict[str, Any]:
     """Every axis holds the number of each run's value: ``of[run]`` indexes ``values``."""
     points, rows = report.points, report.rows
     scopes = list(dict.fromkeys(p.scope for p in points))
-    x, y = heatmap.choose(main.points if main else points)
-    axes = [_axis(a, points) for a in heatmap.axes(points) if not _follows_model(a, points)]
+    x, y = report.map_axes
+    axes = [_axis(a, points) for a in report.axes if not _follows_model(a, points)]
     first = points.index(main.points[0]) if main else 0
     figure = [("tps", "tps_per_gpu", "tokens/s", 1), ("memory", "memory_gib", "GiB", -1)]
     return {

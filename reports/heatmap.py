@@ -51,12 +51,13 @@ def axes(points: Sequence[Point], limit: int = 60) -> list[Axis]:
     return [a for a in joined + plain if 2 <= len({a.of(p) for p in points}) <= limit]
 
 
-def choose(points: Sequence[Point]) -> tuple[Axis, Axis]:
+def choose(points: Sequence[Point], among: Sequence[Axis]) -> tuple[Axis, Axis]:
     """(x, y): the pair that spreads the runs over the most cells and leaves the fewest of them empty.
 
     Maximises filled cells x filled share, among strategy settings that vary; one that varies alone gets one column.
     """
-    found = [a for a in axes(points, max(LIMIT)) if a.key.startswith(STRATEGY)] or axes(points, max(LIMIT))
+    varied = [a for a in among if 2 <= len({a.of(p) for p in points}) <= max(LIMIT)]
+    found = [a for a in varied if a.key.startswith(STRATEGY)] or varied
     best: tuple[float, Axis, Axis] = (0.0, NOTHING, NOTHING)
     for a in found:
         alone = len({a.of(p) for p in points})
@@ -110,17 +111,20 @@ DETAILS = ("layout", "recipe", "train.local_batch_size", "data.seq_len")
 """Settings that a winning configuration is told by; the first two are joined of parts."""
 
 
-def details(points: Sequence[Point], x: Axis, y: Axis) -> list[tuple[Axis, set[str]]]:
+Told = Sequence[tuple[Axis, set[str]]]
+
+
+def details(points: Sequence[Point], among: Sequence[Axis], x: Axis, y: Axis) -> Told:
     """The settings that the axes do not say, each with the parts that all runs of the map share."""
     found = []
-    for a in axes(points):
+    for a in among:
         if a.key in DETAILS and a.key not in (x.key, y.key):
             parts = [set(str(a.of(p)).split(" · ")) for p in points]
             found.append((a, set.intersection(*parts) if a.key in DETAILS[:2] else set()))
     return found
 
 
-def winner(cell: Cell, told: Sequence[tuple[Axis, set[str]]]) -> str:
+def winner(cell: Cell, told: Told) -> str:
     """The rest of the winning configuration; batch and sequence only where the cell had a choice."""
     out = []
     for a, common in told if cell.best else ():

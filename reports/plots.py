@@ -208,13 +208,13 @@ def lines(name: str, title: str, key: str, series: Sequence[Sequence[Point]]) ->
     return Drawing(name, title, shared + note + more, svg, "scaling")
 
 
-def heat(name: str, title: str, unit: str, points: Sequence[Point], x: Axis, y: Axis, memory: bool) -> Drawing:
+def heat(points: Sequence[Point], x: Axis, y: Axis, told: heatmap.Told, memory: bool) -> Drawing:
     """The map as a file: value, and the winner's other settings; failed cells hatched and named."""
+    name, title, unit = ("heatmap_memory", "Memory", "GiB") if memory else ("heatmap_tps", "TPS/GPU", "tokens/s")
     grid = heatmap.cells(points, x, y, heatmap.by_memory if memory else heatmap.by_speed)
     xs = heatmap.order({k[0] for k in grid})[: heatmap.LIMIT[0]]
     ys = heatmap.order({k[1] for k in grid})[: heatmap.LIMIT[1]]
     with figures.style() as pyplot:
-        told = heatmap.details(points, x, y)
         fig, ax = blank(pyplot, 56 * len(ys) + 96, max(figures.WIDTH, 190 + 136 * len(xs)))
         _paint(ax, grid, xs, ys, memory, lambda c: heatmap.winner(c, told))
         ax.set_xticks([i + 0.5 for i in range(len(xs))], [_wrap(_label(v), 18) for v in xs])

@@ -13,6 +13,7 @@ from urllib.parse import quote
 from bench.result import METRICS, Value
 from reports import compare, curves, figures, heatmap, interval, loss, plots, published, strategy, table
 from reports.compare import Advice, Effect
+from reports.heatmap import Axis
 from reports.loss import Parity, Precision
 from reports.notices import Notice, Place, find, places
 from reports.plots import Drawing
@@ -43,7 +44,8 @@ class Report:
     """``rows`` is parallel to ``points``; every number that is printed comes from it.
 
     ``curves`` are the runs of the loss figures, ``inline_losses`` those figures without a legend (the page has one),
-    ``floor`` the relative noise of the loss between equal runs.
+    ``floor`` the relative noise of the loss between equal runs. ``axes`` are all settings that vary, ``map_axes`` the
+    columns and rows of the map.
     """
 
     results: Path
@@ -62,6 +64,8 @@ class Report:
     curves: tuple[Point, ...]
     inline_losses: tuple[Drawing, ...]
     floor: float | None
+    axes: tuple[Axis, ...]
+    map_axes: tuple[Axis, Axis]
 
     def failures(self) -> list[tuple[str, int, list[tuple[str, int, Point]]]]:
         """(status, count, [(reason of the first, count, first run)]), the most frequent first.
@@ -102,11 +106,15 @@ def make(results: Path, out: Path) -> Report:
     rows = [_row(p, advice[p], verdicts.get(p), out) for p in points]
     drawn, reference, floor = shown_curves(points, parity)
     drawn = drawn[: figures.SERIES]
+    axes = heatmap.axes(points)
+    main = next((h for h in headlines if h.best is not None), None)
+    map_axes = heatmap.choose(main.points if main else points, axes)
     return Report(
         results, out, tuple(points), tuple(rows), tuple(headlines), tuple(compare.effects(points)), tuple(parity),
         tuple(loss.precision_losses(points)), advice, tuple(published.rows(points)), tuple(find(points)),
-        tuple(places(points)), (*_drawings(points, headlines), *curves.draw(drawn, reference, floor, legend=True)),
-        tuple(drawn), tuple(curves.draw(drawn, reference, floor, legend=False)), floor,
+        tuple(places(points)),
+        (*_drawings(points, main, axes, map_axes), *curves.draw(drawn, reference, floor, legend=True)), tuple(drawn),
+        tuple(curves.draw(drawn, reference, floor, legend=False)), floor, tuple(axes), map_axes,
     )  # fmt: skip
 
 
@@ -166,15 +174,15 @@ def _no_gain(best: Point, baselines: compare.Baselines) -> str:
 FOLLOWS = ("train.local_batch_size", "train.global_batch_size", "parallel.dp_shard", "parallel.dp_replicate")
 
 
-def _drawings(points: Sequence[Point], headlines: Sequence[Headline]) -> list[Drawing]:
+def _drawings(
+    points: Sequence[Point], main: Headline | None, axes: Sequence[Axis], map_axes: tuple[Axis, Axis]
+) -> list[Drawing]:
     """Every figure but the losses that these runs can fill; the map, ladder, memory and time of the first workload."""
     out: list[Drawing] = []
-    main = next((h for h in headlines if h.best is not None), None)
     if main is not None:
         fast = sorted((p for p in main.points if p.ok and p.tps.value), key=lambda p: -(p.tps.value or 0.0))
-        x, y = heatmap.choose(main.points)
-        out.append(plots.heat("heatmap_tps", "TPS/GPU", "tokens/s", main.points, x, y, memory=False))
-        out.append(plots.heat("heatmap_memory", "Memory", "GiB", main.points, x, y, memory=True))
+        told = heatmap.details(main.points, axes, *map_axes)
+        out += [plots.heat(main.points, *map_axes, told, memory=memory) for memory in (False, True)]
         if len(main.ladder) > 1:
             gains = [
                 interval.ratio(p.tps, main.ladder[0].tps) if p is not main.ladder[0] else Value(1.0)

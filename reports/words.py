@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reports import heatmap, strategy, table
+from reports import strategy, table
 from reports.points import WORDS, Point
 from reports.report import Report
 
@@ -15,9 +15,7 @@ def asked(report: Report) -> str:
     runs = sum(len(p.runs) for p in points)
     what = f"{len(points):,} strateg{'y' if len(points) == 1 else 'ies'}, {runs:,} run{'' if runs == 1 else 's'}"
     engines = " and ".join(dict.fromkeys(WORDS.get(p.engine, p.engine) for p in points))
-    varied = [
-        a.title for a in heatmap.axes(points) if a.key in strategy.AXIS_TITLES and a.key not in ("layout", "recipe")
-    ]
+    varied = [a.title for a in report.axes if a.key in strategy.AXIS_TITLES and a.key not in ("layout", "recipe")]
     over = f"; varied: {', '.join(varied[:8])}{' and more' if len(varied) > 8 else ''}" if varied else ""
     return f"{what}, {engines}{over}."
 

@@ -110,7 +110,7 @@ def test_equal_runs_are_one_cell(tmp_path: Path) -> None:
 def test_axes_are_the_two_that_fill_the_map(tmp_path: Path) -> None:
     synthetic.forty(tmp_path)
     four = [p for p in points.load(tmp_path) if p.flat["parallel.world_size"] == 4]
-    x, y = heatmap.choose(four)
+    x, y = heatmap.choose(four, heatmap.axes(four))
     assert {x.key, y.key} == {"layout", "recipe"}
     cells = heatmap.cells(four, x, y, heatmap.by_speed)
     assert len(cells) == 40
@@ -123,7 +123,7 @@ def test_a_winner_is_told_by_what_the_axes_leave_open(tmp_path: Path) -> None:
     found = load(tmp_path, *(synthetic.result(s, 1000 + i) for i, s in enumerate(specs)))
     ac = heatmap.Axis("ac.mode", "checkpointing", lambda p: p.flat["ac.mode"])
     cells = heatmap.cells(found, ac, heatmap.NOTHING, heatmap.by_speed)
-    told = heatmap.details(found, ac, heatmap.NOTHING)
+    told = heatmap.details(found, heatmap.axes(found), ac, heatmap.NOTHING)
     assert heatmap.winner(cells["none", "all"], told) == "compile"
 
 
