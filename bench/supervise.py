@@ -26,6 +26,8 @@ POLL_S = 0.1
 MEMORY_POLL_S = 0.5
 GRACE_S = 2.0
 """Between SIGTERM and SIGKILL."""
+START_S = 60.0
+"""How long the ranks may be silent, at least, before the first one is up: imports on a busy machine or a slow disk."""
 STACK_S = 0.1
 """What a rank may take to print its stacks."""
 SETTLE_S = 8.0
@@ -176,8 +178,9 @@ class Watch:
             return "failed", self.settling[1]
         if now - self.began > o.wall_s:
             return "timeout", f"the wall limit run.wall_s={o.wall_s:g} s is over in step {self.progress.step + 1}"
-        if self.settling is None and now - self.moved > o.hang_s:
-            return "hung", f"no rank made progress for run.hang_s={o.hang_s:g} s{self._where()}"
+        silence = now - self.moved
+        if self.settling is None and silence > (o.hang_s if self.progress.ranks else max(o.hang_s, START_S)):
+            return "hung", f"no rank made progress for {silence:.0f} s (run.hang_s={o.hang_s:g}){self._where()}"
         if o.memory_limit_gib is not None and now - self.memory_asked > MEMORY_POLL_S:
             self.memory_asked = now
             here = [start["pid"] for start in self.progress.ranks.values() if start["host"] == os.uname().nodename]

@@ -23,7 +23,7 @@ from bench.run import claim, execute
 from bench.spec import from_overrides
 from bench.store import RunDir, load_all, load_result
 
-START_S = 20.0
+START_S = 90.0
 """What coming up may take on a busy machine (3 s on an idle one)."""
 
 
@@ -94,8 +94,8 @@ def test_exception_while_the_peer_waits(start):
 
 
 def test_rank_that_sleeps_for_ever(start):
-    ended = start({"kind": "sleep", "rank": 1, "step": 3}, "run.hang_s=4")
-    assert ended.result.status == "hung" and ended.seconds < START_S + 4 + 5
+    ended = start({"kind": "sleep", "rank": 1, "step": 3}, "run.hang_s=6")
+    assert ended.result.status == "hung" and ended.seconds < START_S + 6 + 5
     assert re.search(r'fake_rank.py", line \d+ in fail', ended.folder.log.read_text()), "the stack of the sleeping rank"
 
 
@@ -118,7 +118,7 @@ def test_exit_code_0_with_steps_missing(start):
 def test_abort_after_the_result_is_complete(start):
     ended = start({"kind": "abort_after", "rank": 1})
     assert ended.result.status == "ok" and ended.result.steps_done == 6
-    assert "SIGABRT" in ended.result.reason
+    assert ended.result.reason.startswith("complete; ")
 
 
 def test_cancel_by_the_caller(start):
@@ -177,15 +177,21 @@ def supervisor(tmp_path, monkeypatch):
     root = Path(__file__).parents[2]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), str(root)]))
 
+    started = []
+
     def run(ranks: int = 2) -> tuple[subprocess.Popen, RunDir]:
         spec = from_overrides([f"parallel.dp_shard={ranks}", "train.steps=5000", "train.warmup_steps=1"])
         folder = claim(spec, tmp_path)
         (folder.path / "fault.json").write_text('{"step_s": 0.05}')
         process = subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(folder.path)])
+        started.append(process)
         until(lambda: len(logs := read_ranks(folder)) == ranks and all(log.steps for log in logs), START_S)
         return process, folder
 
-    return run
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 def until(condition, seconds: float) -> None:
