@@ -101,7 +101,7 @@ def reduce_nothing() -> Any:
 
     def relabel(parts: Any) -> None:
         for p in (p for part in parts for p in part.parameters()):
-            if isinstance(p.grad, DTensor):
+            if isinstance(p.grad, DTensor) and any(where.is_partial() for where in p.grad.placements):
                 p.grad = DTensor.from_local(p.grad.to_local(), p.device_mesh, p.placements, run_check=False)
 
     train.reduce_partial_gradients = relabel
