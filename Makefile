@@ -27,8 +27,9 @@ setup: $(READY)  ## create .venv with every dependency at its pinned version
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# One thread a rank, one rank alone included: then tokens/s of all strategies compare rank by rank.
 bench: $(READY)  ## the main job: 18 strategies on this machine's CPU, and the report, in under 10 minutes
-	@$(PY) -m sweeps sweep=strategies results=$(RESULTS); code=$$?; \
+	@OMP_NUM_THREADS=1 $(PY) -m sweeps sweep=strategies results=$(RESULTS); code=$$?; \
 	[ $$code -le 1 ] || exit $$code; \
 	$(PY) -m reports build $(RESULTS)/strategies -o $(REPORT) && exit $$code
 

@@ -33,8 +33,9 @@ CANCEL_S = 30.0
 class Slots:
     """What the machine can run at once without one run disturbing another's timing.
 
-    A measured run on CPU takes a core a rank and one for its supervisor (one rank alone: all cores, it is threaded), on
-    GPUs the GPUs themselves; a simulated run takes a core. What is larger than the machine runs alone.
+    A measured run on CPU takes a core a rank and one for its supervisor (one rank alone is threaded and takes all,
+    unless OMP_NUM_THREADS is set), on GPUs the GPUs themselves; a simulated run takes a core. What is larger than the
+    machine runs alone.
     """
 
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
@@ -48,7 +49,8 @@ class Slots:
             return 1, 0
         if rule_device(spec.hardware).kind == "cuda":
             return 1, spec.world_size
-        return (spec.world_size + 1 if spec.world_size > 1 else self.cores), 0
+        threaded = spec.world_size == 1 and "OMP_NUM_THREADS" not in os.environ
+        return (self.cores if threaded else spec.world_size + 1), 0
 
     def take(self, key: int, spec: RunSpec) -> list[int] | None:
         """The ids of the GPUs for this run (empty on CPU), or None while there is no room."""

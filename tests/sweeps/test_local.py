@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -63,13 +63,21 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-def controller(tree: Path, mark: str, *arguments: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "MESHMARK_TEST_MARK": mark}
-    argv = [sys.executable, "-m", "sweeps", *TINY, *arguments]
-    return subprocess.Popen(argv, cwd=tree, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+@pytest.fixture
+def controller(tree: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """``controller(*arguments)`` starts a sweep in the background; what a failed test leaves running is killed."""
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        env = {**os.environ, "MESHMARK_TEST_MARK": str(tmp_path)}
+        argv = [sys.executable, "-m", "sweeps", *TINY, f"results={tmp_path}", *arguments]
+        return subprocess.Popen(argv, cwd=tree, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    yield start
+    for process in marked(str(tmp_path)):
+        process.kill()
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s"
@@ -119,15 +127,17 @@ def test_new_code_runs_everything_again_beside_the_old_results(tmp_path: Path) -
     assert len(rows) == 4 and len({r.code_id for r in rows}) == 2
 
 
-def test_a_killed_controller_leaves_nothing_running_and_the_next_call_finishes(tree: Path, tmp_path: Path) -> None:
-    arguments = ["train.seed=0,1,2", "train.steps=60", f"results={tmp_path}"]
-    first = controller(tree, str(tmp_path), *arguments)
-    wait_for(lambda: statuses(tmp_path).count("ok") == 1 and stepping(tmp_path))
+def test_a_killed_controller_leaves_nothing_running_and_the_next_call_finishes(
+    tree: Path, tmp_path: Path, controller: Callable[..., subprocess.Popen[str]]
+) -> None:
+    grid = ["train.seed=0,1,2", "train.steps=60"]
+    first = controller(*grid)
+    wait_for(lambda: any(tmp_path.glob("runs/*/*/result.json")) and stepping(tmp_path))
     first.kill()
     first.wait()
-    wait_for(lambda: not marked(str(tmp_path)), 10)
+    wait_for(lambda: not marked(str(tmp_path)), 20)
     assert statuses(tmp_path) == ["lost", "ok"]
-    done = sweep(tree, *arguments)
+    done = sweep(tree, *grid, f"results={tmp_path}")
     assert "3 points: 2 to run, 1 left as they are" in done.stdout
     assert done.returncode == 0 and last_line(done) == "3 points: 3 ok, 0 failed"
     for run, row in store.rows(tmp_path):
@@ -136,20 +146,22 @@ def test_a_killed_controller_leaves_nothing_running_and_the_next_call_finishes(t
             assert steps == list(range(1, 61))
 
 
-def test_ctrl_c_ends_the_children_and_the_same_command_goes_on(tree: Path, tmp_path: Path) -> None:
-    first = controller(tree, str(tmp_path), "train.seed=0,1", "train.steps=5000", f"results={tmp_path}")
-    wait_for(lambda: stepping(tmp_path))
-    first.send_signal(signal.SIGINT)
-    out, _ = first.communicate(timeout=60)
-    assert first.returncode == 1
-    assert out.strip().splitlines()[-1] == "2 points: 0 ok, 0 failed, 1 cancelled, 1 not run"
-    assert not marked(str(tmp_path))
-    assert statuses(tmp_path) == ["cancelled"]
-    again = controller(tree, str(tmp_path), "train.seed=0,1", "train.steps=5000", f"results={tmp_path}")
-    wait_for(lambda: statuses(tmp_path) == ["cancelled", "running"])
-    again.send_signal(signal.SIGTERM)
-    assert "2 points: 2 to run" in again.communicate(timeout=60)[0]
-    assert not marked(str(tmp_path))
+def test_ctrl_c_ends_the_children_and_the_same_command_goes_on(
+    tmp_path: Path, controller: Callable[..., subprocess.Popen[str]]
+) -> None:
+    grid = ["train.seed=0,1", "train.steps=100000"]
+    for signum, before, after in (
+        (signal.SIGINT, "2 points: 2 to run", ["cancelled"]),
+        (signal.SIGTERM, "2 points: 2 to run", ["cancelled", "cancelled"]),
+    ):
+        running = controller(*grid)
+        wait_for(lambda: stepping(tmp_path))
+        running.send_signal(signum)
+        out, _ = running.communicate(timeout=60)
+        assert before in out and running.returncode == 1
+        assert out.strip().splitlines()[-1] == "2 points: 0 ok, 0 failed, 1 cancelled, 1 not run"
+        assert not marked(str(tmp_path))
+        assert statuses(tmp_path) == after
 
 
 def _claim(results: Path, barrier: Barrier) -> None:
@@ -180,8 +192,11 @@ def test_16_runs_started_at_once_get_16_folders(tmp_path: Path) -> None:
         (2, "engine=simulate", 2),
     ],
 )
-def test_runs_side_by_side_never_share_a_core(cores: int, overrides: str, at_once: int) -> None:
+def test_runs_side_by_side_never_share_a_core(
+    cores: int, overrides: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run of N ranks takes N + 1 cores, one rank alone is threaded and takes all, a simulation takes one."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     spec = Point.build(expand([overrides])[0]).spec
     assert spec is not None
     slots = Slots(cores=cores, gpu_ids=[])
