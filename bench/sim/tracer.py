@@ -71,6 +71,7 @@ class Tracer(TorchDispatchMode):
         self.storage_layer: list[int] = []
         self._made_in: list[Phase] = []
         self.after_layers = False
+        self._undecided: list[tuple[int, int, int, int]] = []  # rows and storages whose layer the next op tells
 
     # events
 
@@ -291,6 +292,9 @@ class Tracer(TorchDispatchMode):
     ) -> None:
         phase, module = self.phase, self.modules[-1] if self.modules else ""
         inputs = [*kernels.tensors(args), *kernels.tensors(tuple(kwargs.values()))]
+        start, first = len(self.trace.events), len(self.trace.storages)
+        if inputs:
+            self._decide(layer)
         sharded = bool(inputs) and all(self.is_sharded(t) or t.numel() <= 1 for t in inputs)
         for t in outputs:
             number = self.follow(t, layer=layer)
@@ -305,6 +309,16 @@ class Tracer(TorchDispatchMode):
             op = kernels.make_op(name, args, kwargs, outputs, phase, module, mutates, sharded)
             index = self._table[key] = self.intern(replace(op, compiled=self.compiled))
         self.add(Event.OP, index, None, layer)
+        if not inputs and phase == "optim":
+            self._undecided += [(start, len(self.trace.events), first, len(self.trace.storages))]
+
+    def _decide(self, layer: int) -> None:
+        """A state made from nothing (a step counter) belongs to the parameter whose next state is made after it."""
+        for start, end, first, last in self._undecided:
+            for row in range(start, end):
+                self.trace.events.layer[row] = layer
+            self.storage_layer[first:last] = [layer] * (last - first)
+        self._undecided = []
 
     def launch(self, op: Op) -> None:
         """A kernel that compiled code launches; its phase and module are those of now."""
@@ -341,7 +355,8 @@ class Tracer(TorchDispatchMode):
         inputs = list(kernels.tensors(args))
         group = self.group(args)
         if group.size > 1:
-            size = max(sum(t.numel() * t.element_size() for t in ts) for ts in (inputs, outputs or inputs))
+            sides = [list(kernels.tensors(a)) for a in (*args, out if functional else ())]
+            size = max(sum(t.numel() * t.element_size() for t in side) for side in sides)
             dtype = kernels.describe(inputs[0])[1]
             module = self.modules[-1] if self.modules else ""
             index = self.intern(Collective(kind, size, group.axis, group.size, group.stride, dtype, module, self.phase,
