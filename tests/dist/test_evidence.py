@@ -1,4 +1,4 @@
-"""A layout is real: what ranks hold and send equals closed formulas. Parity of a layout that is not there counts nothing."""
+"""A layout is real: what ranks hold and send equals closed formulas. Parity of one that is not there counts nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.dist.curves import collectives, tiny
 from tests.dist.pool import Pool
 from trainer_core import counts
-from trainer_core.config import TrainConfig
+from trainer_core.config import MULTI_STAGE_SCHEDULES, TrainConfig
 from trainer_core.data import open_corpus
 from trainer_core.parallel import context
 from trainer_core.parallel.activation import SAVED_OPS
@@ -155,7 +155,7 @@ def pipeline(config: TrainConfig) -> tuple[list[int], list[str], dict[int, list[
     return [int(i) for part in trainer.parts for i in part.layers], ran, actions(trainer.schedule)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])  # fmt: skip
+@pytest.mark.parametrize("schedule", ["1F1B", *MULTI_STAGE_SCHEDULES])
 def test_pipeline_stages_and_actions(pool: Pool, schedule: str) -> None:
     """Layers a rank as stage_layers says, every layer once; forwards in the order of torch's own table."""
     config = tiny(parallel={"pp": 2, "schedule": schedule})
@@ -212,7 +212,7 @@ def kept_and_recomputed(config: TrainConfig) -> tuple[int, dict[str, int]]:
 
 def test_activation_checkpointing_keeps_and_recomputes(pool: Pool) -> None:
     """Memory held for the backward falls none > every-k > selective > full; what is recomputed is the table: of the
-    7 matmuls of a block selective keeps every second, and attention; full stops before w2, whose output nobody needs."""
+    7 matmuls of a block selective keeps every second, and attention; full stops before w2, whose output is not needed."""
     modes = {mode: pool.run(kept_and_recomputed, 1, tiny(ac={"mode": mode}))[0]
              for mode in ("none", "every_k", "selective", "full")}  # fmt: skip
     kept = [modes[mode][0] for mode in ("none", "every_k", "selective", "full")]

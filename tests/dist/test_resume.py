@@ -56,7 +56,7 @@ def test_resume_is_bitwise(pool: Pool, unbroken: tuple[Path, list[Any]], tmp_pat
     shutil.copytree(folder / "checkpoints", tmp_path / "checkpoints")
     (tmp_path / "checkpoints" / "step-00000010" / "complete.json").unlink()
     again = pool.run(train, 4, tiny(parallel=LAYOUT, checkpoint={"every": 5}), tmp_path)
-    assert [rank for rank in again] == [rank[5:] for rank in whole]
+    assert list(again) == [rank[5:] for rank in whole]
 
 
 def test_interrupted_run_goes_on(pool: Pool, unbroken: tuple[Path, list[Any]], tmp_path: Path) -> None:
