@@ -24,6 +24,7 @@ OK, FAILED, USAGE, NO_VERDICT, INTERNAL = range(5)
 
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "run": ("bench.run", "", "one supervised run"),
+    "seed": ("bench.seed", "", "initial parameters as a checkpoint that runs of every layout start from"),
     "summarize": ("bench.run", "summarize", "compute a run's metrics again from its rank files"),
     "describe": ("bench.describe", "", "parameters, FLOPs, degrees and state of a plan"),
     "validate": ("bench.describe", "validate", "whether a plan can run, and what is nearest to it"),

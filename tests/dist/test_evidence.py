@@ -212,7 +212,7 @@ def kept_and_recomputed(config: TrainConfig) -> tuple[int, dict[str, int]]:
 
 def test_activation_checkpointing_keeps_and_recomputes(pool: Pool) -> None:
     """Memory held for the backward falls none > every-k > selective > full; what is recomputed is the table: of the
-    7 matmuls of a block selective keeps every second, and attention; full stops before w2, whose output is not needed."""
+    7 matmuls of a block selective keeps every second, and attention; full stops before w2, which nobody needs."""
     modes = {mode: pool.run(kept_and_recomputed, 1, tiny(ac={"mode": mode}))[0]
              for mode in ("none", "every_k", "selective", "full")}  # fmt: skip
     kept = [modes[mode][0] for mode in ("none", "every_k", "selective", "full")]

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist.curves import tiny
+from bench.seed import write_seed
+from bench.spec import from_overrides
+from tests.dist.curves import TINY, tiny
 from tests.dist.pool import Pool
 from trainer_core.config import TrainConfig
 from trainer_core.metrics import RankWriter
@@ -81,3 +83,19 @@ def test_resume_in_another_layout(
     expected = [row for row in next(rank for rank in whole if rank[0][1] is not None) if row[0] > 5]
     for (_, loss, norm), (_, loss_0, norm_0) in zip(ranks[0], expected, strict=True):
         assert (loss, norm) == (pytest.approx(loss_0, rel=5e-6), pytest.approx(norm_0, rel=1e-5))
+
+
+def test_seed_starts_every_layout(pool: Pool, tmp_path: Path) -> None:
+    """``bench seed`` of another seed than the run's: one rank, FSDP x TP and PP start from its values, and agree."""
+    overrides = [f"model.{key}={value}" for key, value in TINY["model"].items()]
+    write_seed(from_overrides([*overrides, "train.seed=5"]), tmp_path / "seed")
+    plain = pool.run(train, 1, tiny(train={"steps": 2}), tmp_path / "plain")[0]
+    curves = []
+    for i, parallel in enumerate(({}, {"dp_shard": 2, "tp": 2}, {"pp": 2})):
+        config = tiny(parallel=parallel, train={"steps": 2, "init_from": str(tmp_path / "seed")})
+        ranks = pool.run(train, config.parallel.world_size, config, tmp_path / str(i))
+        curves.append(next(rank for rank in ranks if rank[0][1] is not None))
+    for curve in curves:
+        assert curve[0][1] != plain[0][1]
+        for (_, loss, norm), (_, loss_0, norm_0) in zip(curve, curves[0], strict=True):
+            assert (loss, norm) == (pytest.approx(loss_0, rel=5e-6), pytest.approx(norm_0, rel=1e-5))

@@ -52,8 +52,8 @@ def race(config: TrainConfig, rounds: int) -> float:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_speed_against_a_plain_loop(pool: Pool, benchmark: Any, name: str) -> None:
-    """One rank: at least LEAST, a third less on a busy machine. Several ranks share the cores and pay for talking, which
-    dwarfs so small a model: they are only held to a twentieth, and the ratio is kept."""
+    """One rank: at least LEAST, a third less on a busy machine. Several ranks share the cores and pay for talking,
+    which dwarfs so small a model: they are only held to a twentieth, and the ratio is kept."""
     config = debug(**LAYOUTS[name])
     ratio = benchmark.pedantic(
         lambda: pool.run(race, config.parallel.world_size, config, 12)[0], iterations=1, rounds=1
