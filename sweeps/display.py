@@ -7,10 +7,11 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from bench.result import RunResult, Value
@@ -63,7 +64,8 @@ class Display:
         text = f"[{self.ended_count}/{self.total}] {label(run.point)}: {outcome.status}, {took:.0f} s"
         if outcome.status == "ok" and row:
             tps, loss = _metric(row, "tps_global"), _metric(row, "final_loss")
-            text += f", {_figure(tps, 0)} tokens/s, loss {_figure(loss, 4)}"
+            text += f", {_figure(tps, 0)} tokens/s" + (" simulated" if row.engine == "simulate" else "")
+            text += f", loss {_figure(loss, 4)}" if loss and loss.value is not None else ""
         else:
             text += f"\n    {outcome.reason}"
         self.note(text)
@@ -79,7 +81,7 @@ class Display:
             assert run.point.spec is not None
             (step, phase, tps, loss), train = run.progress, run.point.spec.config
             left = (train.train.steps - step) * train.tokens_per_step / tps if tps else None
-            table.add_row(label(run.point), f"{step}/{train.train.steps}" if step else phase, _number(tps, 0),
+            table.add_row(escape(label(run.point)), f"{step}/{train.train.steps}" if step else phase, _number(tps, 0),
                           _number(loss, 4), f"{left:.0f} s" if left is not None else "")  # fmt: skip
         elapsed = time.monotonic() - self.began
         left = elapsed / self.ended_count * (self.total - self.ended_count) if self.ended_count else None
@@ -110,21 +112,25 @@ def print_summary(outcomes: Sequence[Outcome], results: Path) -> None:
 
 
 def _table(outcomes: Sequence[Outcome], results: Path) -> Table:
-    """A row a point: throughput with its interval, loss and its deviation from the baseline's, memory."""
+    """A row a point: throughput with its interval, loss and the largest relative deviation of any step's loss from the
+    baseline's, memory of the worst rank.
+    """
     baselines = {o.point.sweep: baseline_of(o.point.sweep, outcomes) for o in outcomes}
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("point", "status", "ranks", "tokens/s", "95 %", "step s", "loss", "max |dloss|/loss", "GiB/rank"):
-        table.add_column(name, justify="left" if name in ("point", "status") else "right")
+    for name in ("point", "status", "figures"):
+        table.add_column(name)
+    for name in ("ranks", "tokens/s", "from - to", "step s", "loss", "loss off by", "GiB"):
+        table.add_column(name, justify="right")
     for o in outcomes:
         row, baseline = o.row, baselines[o.point.sweep]
-        cells: list[Any] = [label(o.point), f"[{STYLE.get(o.status, 'red')}]{o.status}[/]"]
+        cells = [escape(label(o.point)), f"[{STYLE.get(o.status, 'red')}]{o.status}[/]"]
         if row and o.status == "ok":
             deviation = loss_deviation(row, baseline, results) if baseline and baseline is not row else None
             tps = _metric(row, "tps_global")
             interval = f"{_number(tps.low, 0)}-{_number(tps.high, 0)}" if tps and tps.low is not None else ""
-            cells += [str(row.world_size), _figure(tps, 0), interval, _figure(_metric(row, "step_time_s"), 3),
-                      _figure(_metric(row, "final_loss"), 4), "" if deviation is None else f"{deviation:.1e}",
-                      _figure(_memory(row), 2)]  # fmt: skip
+            cells += ["simulated" if row.engine == "simulate" else "measured", str(row.world_size), _figure(tps, 0),
+                      interval, _figure(_metric(row, "step_time_s"), 3), _figure(_metric(row, "final_loss"), 4),
+                      "" if deviation is None else f"{deviation:.1e}", _figure(_memory(row), 2)]  # fmt: skip
         table.add_row(*cells)
     return table
 
