@@ -78,36 +78,70 @@ def from_log(x: Floats) -> Constants:
     return Constants(**dict(zip(CONSTANTS, np.exp(x).tolist(), strict=True)))
 
 
-def fit(points: Sequence[Point], start: Constants | None = None) -> Fit:
-    """The constants that ``points`` and the priors agree on. ``start`` only saves steps: the minimum is the same."""
+LINEAR = ("async_hidden", "contention")
+"""Constants that a step time is linear in; it is a sum of terms inverse to the others, which are rates."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A point near some constants: what each term of its step time comes to, relative to the whole.
+
+    ``shares[i]`` is the derivative of the logarithm of the throughput by the logarithm of constant i: for a rate, the
+    share of the step that goes with its inverse. Exact while the same kernels and collectives bound the step.
+    """
+
+    point: Point
+    at: Floats
+    tps: float
+    shares: Floats
+
+    def log_tps(self, x: Floats) -> float:
+        """Logarithm of the throughput at constants of logarithm ``x``."""
+        change = np.where(IS_LINEAR, 1 - np.exp(x - self.at), np.exp(self.at - x) - 1)
+        return math.log(self.tps) - math.log(max(1 + float(self.shares @ change), 1e-3))
+
+
+IS_LINEAR = np.asarray([name in LINEAR for name in CONSTANTS])
+
+
+def linearize(point: Point, at: Constants) -> Line:
+    """One evaluation of the model, and one for each constant."""
+    x, step = to_log(at), 1e-2
+    tps = point.predict(at)
+    # a step down, since a fraction near one must not pass it
+    shifted = [point.predict(from_log(x - step * row)) for row in np.eye(len(x))]
+    with_step = np.where(IS_LINEAR, 1 - math.exp(-step), math.exp(step) - 1)
+    return Line(point, x, tps, (tps / np.asarray(shifted) - 1) / with_step)
+
+
+def solve(lines: Sequence[Line]) -> Fit:
+    """The constants that the rows and the priors agree on, from the priors."""
     prior = to_log(Constants())
     spread = np.asarray([PRIOR_SPREAD[name] for name in CONSTANTS])
 
     def residuals(x: Floats) -> Floats:
-        c = from_log(x)
-        rows = [math.log(p.predict(c) / p.tps) / p.noise for p in points]
+        rows = [(line.log_tps(x) - math.log(line.point.tps)) / line.point.noise for line in lines]
         return np.concatenate([rows, (x - prior) / spread])
 
-    found = least_squares(
-        residuals, prior if start is None else to_log(start), bounds=(-np.inf, LARGEST), loss="soft_l1", f_scale=SOFT,
-        diff_step=1e-3, xtol=1e-4, ftol=1e-5, max_nfev=30,
-    )  # fmt: skip
+    found = least_squares(residuals, prior, bounds=(-np.inf, LARGEST), loss="soft_l1", f_scale=SOFT)
     return Fit(from_log(found.x), np.linalg.inv(found.jac.T @ found.jac))
 
 
-def predict(point: Point, fitted: Fit) -> Prediction:
-    """The throughput of ``point``, with the fit's uncertainty carried over by its sensitivities."""
-    value = point.predict(fitted.constants)
-    gradient = sensitivities(point.predict, fitted.constants)
-    return Prediction(value, math.sqrt(float(gradient @ fitted.covariance @ gradient) + point.noise**2))
+def fit(points: Sequence[Point], rounds: int = 4) -> Fit:
+    """Fit from the priors, the model taken anew at each round's result."""
+    found = Fit(Constants(), np.eye(len(CONSTANTS)))
+    for _ in range(rounds):
+        before = to_log(found.constants)
+        found = solve([linearize(point, found.constants) for point in points])
+        if np.abs(to_log(found.constants) - before).max() < 0.01:
+            break
+    return found
 
 
-def sensitivities(of: Callable[[Constants], float], at: Constants) -> Floats:
-    """Derivative of log ``of`` by the logarithm of every constant."""
-    x, step = to_log(at), 1e-3
-    base = math.log(of(at))
-    # a step down, since a fraction near one must not pass it
-    return np.asarray([(base - math.log(of(from_log(x - step * np.eye(len(x))[i])))) / step for i in range(len(x))])
+def predict(line: Line, fitted: Fit) -> Prediction:
+    """The throughput of a point by the whole model, with the fit's uncertainty carried over by its shares."""
+    value = line.point.predict(fitted.constants)
+    return Prediction(value, math.sqrt(float(line.shares @ fitted.covariance @ line.shares) + line.point.noise**2))
 
 
 def interval_factor(errors: Iterable[tuple[float, float]], level: float = LEVEL) -> float:

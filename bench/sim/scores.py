@@ -17,7 +17,7 @@ from bench.published import Published
 from bench.sim import fit as fitting
 from bench.sim import hardware, predict
 from bench.sim.cost import CONSTANTS, Constants, Cost
-from bench.sim.fit import Fit, Point, Prediction
+from bench.sim.fit import Fit, Line, Point, Prediction
 from bench.sim.predict import Traced
 from bench.spec import RunSpec
 
@@ -135,9 +135,11 @@ def score(cases: Sequence[Case]) -> Fidelity:
     points = {c.row.id: c.point for c in cases if TPS in c.row.figures}
     training = [points[c.row.id] for c in cases if c.trains]
     everything = fitting.fit(training)
+    lines = [fitting.linearize(point, everything.constants) for point in points.values()]
+    trained = {p.id for p in training}
     folds: dict[str, Fit] = {}
-    by_table = _held_out(training, list(points.values()), everything, lambda p: p.table)
-    by_workload = _held_out(training, list(points.values()), everything, lambda p: p.workload, folds)
+    by_table = _held_out(lines, trained, everything, lambda p: p.table, {})
+    by_workload = _held_out(lines, trained, everything, lambda p: p.workload, folds)
     scores = []
     for case in cases:
         for metric, figure in case.row.figures.items():
@@ -152,7 +154,7 @@ def score(cases: Sequence[Case]) -> Fidelity:
             errors = [value / figure.value - 1 for value in (inside, table, outside.value)]
             scores.append(Score(case, metric, figure.value, outside.value, outside.spread, *errors))
     return Fidelity(_with_intervals(scores), everything, {k: f.constants for k, f in folds.items()},
-                    [p.id for p in training])  # fmt: skip
+                    sorted(trained))  # fmt: skip
 
 
 def unseen(result: Fidelity, cases: Sequence[Case]) -> Fidelity:
@@ -161,7 +163,7 @@ def unseen(result: Fidelity, cases: Sequence[Case]) -> Fidelity:
     for case in cases:
         for metric, figure in case.row.figures.items():
             if metric == TPS:
-                found = fitting.predict(case.point, result.fit)
+                found = fitting.predict(fitting.linearize(case.point, result.fit.constants), result.fit)
             elif metric == MEMORY:
                 found = Prediction(predict.footprint(case.plan)[0].reserved / GIB, 1.0)
             else:
@@ -174,18 +176,13 @@ def unseen(result: Fidelity, cases: Sequence[Case]) -> Fidelity:
     return Fidelity(new, result.fit, {}, result.trained)
 
 
-def _held_out(training: Sequence[Point], asked: Sequence[Point], everything: Fit, key: Callable[[Point], str],
-              fits: dict[str, Fit] | None = None) -> dict[str, Prediction]:  # fmt: skip
+def _held_out(lines: Sequence[Line], trained: set[str], everything: Fit, key: Callable[[Point], str],
+              fits: dict[str, Fit]) -> dict[str, Prediction]:  # fmt: skip
     """Predictions by fits without the rows that share a point's key; rows that no fit has seen take the whole one."""
-    fits = {} if fits is None else fits
-    trained = {key(p) for p in training}
-    out = {}
-    for point in asked:
-        left = key(point)
-        if left in trained and left not in fits:
-            fits[left] = fitting.fit([p for p in training if key(p) != left])
-        out[point.id] = fitting.predict(point, fits.get(left, everything))
-    return out
+    training = [line for line in lines if line.point.id in trained]
+    for left in {key(line.point) for line in training}:
+        fits[left] = fitting.solve([line for line in training if key(line.point) != left])
+    return {line.point.id: fitting.predict(line, fits.get(key(line.point), everything)) for line in lines}
 
 
 def _with_intervals(scores: list[Score]) -> list[Score]:

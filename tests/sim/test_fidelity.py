@@ -51,7 +51,7 @@ def test_one_row_that_is_not_understood_bends_the_fit_little():
 
 def test_a_prediction_is_less_certain_far_from_what_was_fitted():
     gemm_only = fit.fit([replace(POINTS[0], id=str(i)) for i in range(20)])
-    near, far = fit.predict(POINTS[0], gemm_only), fit.predict(POINTS[2], gemm_only)
+    near, far = (fit.predict(fit.linearize(p, gemm_only.constants), gemm_only) for p in (POINTS[0], POINTS[2]))
     assert fit.NOISE <= near.spread < far.spread
 
 
