@@ -155,7 +155,7 @@ ADVICE = {
     "as fast": "its interval meets that of the fastest",
     "trade-off": "slower, but nothing as fast needs as little memory (Pareto front)",
     "dominated": "another run is faster and needs no more memory",
-    "rejected": "did not finish, is not stable, or its loss leaves that of one rank",
+    "rejected": "did not finish, is not stable, or deviates from one rank",
     "pending": "has no result yet",
 }
 
@@ -187,7 +187,7 @@ def _rejection(point: Point, deviates: bool) -> Advice | None:
     unstable = point.metrics["stability"].value
     if unstable:
         return Advice("rejected", None, f"{unstable:g} non-finite steps or loss spikes")
-    return Advice("rejected", None, "its loss deviates from that of one rank") if deviates else None
+    return Advice("rejected", None, "its loss or gradient norm deviates from one rank's") if deviates else None
 
 
 def _rank(good: list[Point]) -> dict[Point, Advice]:

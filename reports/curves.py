@@ -44,7 +44,7 @@ def _over(pyplot: Any, kind: str, lines: Sequence[tuple[Point, Curve]], base: Cu
         xs, ys = _line(kind, base)
         low, high = [y * (1 - floor) for y in ys], [y * (1 + floor) for y in ys]
         ax.fill_between(xs, low, high, color=color("s0"), alpha=0.25, linewidth=0)
-    axes_style(ax, label, "loss, nats")
+    axes_style(ax, label, "loss, nats", whole=kind == "steps")
     return _finish(pyplot, fig, name, f"Loss over {kind}", legend)
 
 
@@ -65,7 +65,7 @@ def _deviation(pyplot: Any, lines: Sequence[tuple[Point, Curve]], base: Curve, f
     ax.yaxis.set_minor_formatter(lambda v, _: "")
     if floor:
         ax.axhspan(ax.get_ylim()[0], floor, color=color("muted"), alpha=0.18, linewidth=0)
-    axes_style(ax, "step", "relative deviation of loss")
+    axes_style(ax, "step", "relative deviation of loss", whole=True)
     return _finish(pyplot, fig, "loss_deviation", "Deviation from one rank", legend)
 
 

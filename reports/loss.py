@@ -15,7 +15,7 @@ from pathlib import Path
 from bench.result import Value
 from bench.store import RunDir, read_jsonl
 from reports import interval
-from reports.points import Point
+from reports.points import Point, Scope
 
 ROUNDING = {"fp32": (5e-6, 2e-5), "bf16": (5e-4, 1e-2), "float8": (1e-3, 1e-2)}
 """Allowed relative deviation of (loss, grad_norm) from one rank, from rounding alone. Well above what layouts of a
@@ -90,7 +90,7 @@ The number of steps is not among them: it changes only the learning rate's decay
 """
 
 
-def problem(point: Point, precision: bool = True) -> Hashable:
+def problem(point: Point, precision: bool = True) -> tuple[Scope, Hashable]:
     """What is trained, whatever the layout; the machine and the code belong to it."""
     items = tuple((k, v) for k, v in point.flat.items()
                   if k.startswith(SAME) and (precision or not k.startswith("precision.")))  # fmt: skip
@@ -134,18 +134,27 @@ def tolerance(point: Point, floor: tuple[float, float, int] | None) -> tuple[flo
 
 def parity(points: Sequence[Point]) -> list[Parity]:
     """Every measured run against the plainest one-rank run of the same problem."""
-    groups: dict[Hashable, list[Point]] = {}
+    groups: dict[tuple[Scope, Hashable], list[Point]] = {}
     for p in points:
         if p.ok and p.engine == "measure":
             groups.setdefault(problem(p), []).append(p)
+    elsewhere = {key[1] for key, members in groups.items() if any(_single(p) for p in members)}
     out = []
-    for members in groups.values():
-        single = [p for p in members if p.flat["parallel.world_size"] == 1 and has_losses(p)]
+    for key, members in groups.items():
+        single = [p for p in members if _single(p)]
         reference = min(single, key=_plainness, default=None)
         floor = noise(members) if reference else None
         alone = [p for p in members if p.flat["parallel.world_size"] == 1] if reference is None else [reference]
-        out += [_judge(p, reference, floor) for p in members if p not in alone]
+        why = "the one-rank run is of another code or machine" if key[1] in elsewhere else NO_REFERENCE
+        out += [_judge(p, reference, floor, why) for p in members if p not in alone]
     return out
+
+
+NO_REFERENCE = "no one-rank run with the same model, data, seed, global batch and precision"
+
+
+def _single(point: Point) -> bool:
+    return point.flat["parallel.world_size"] == 1 and has_losses(point)
 
 
 def _plainness(point: Point) -> tuple[bool, bool, int]:
@@ -154,12 +163,14 @@ def _plainness(point: Point) -> tuple[bool, bool, int]:
     return bool(flat["compile.enable"]), flat["ac.mode"] != "none", -int(flat["train.local_batch_size"])
 
 
-def _judge(point: Point, reference: Point | None, floor: tuple[float, float, int] | None) -> Parity:
+def _judge(point: Point, reference: Point | None, floor: tuple[float, float, int] | None, without: str) -> Parity:
+    """``without``: what to say where there is no reference."""
+
     def unlike(why: str) -> Parity:
         return Parity(point, reference, "not comparable", None, None, 0, None, why)
 
     if reference is None:
-        return unlike("no one-rank run with the same model, data, seed, global batch and precision")
+        return unlike(without)
     for digest, what in (("init_digest", "initialisation"), ("data_digest", "batch order")):
         a, b = point.result.evidence.get(digest), reference.result.evidence.get(digest)
         if not a or not b:

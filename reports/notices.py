@@ -89,7 +89,8 @@ def _without_effect(p: Point) -> bool:
         flat["compile.enable"] and e.get("graphs_compiled") == 0,
         flat["precision.float8"] != "off" and e.get("float8_converted") == [],
         flat["parallel.async_tp"] != "off" and e.get("async_tp_ops") == 0,
-        flat["parallel.cp"] > 1 and flat["parallel.cp_balance"] and e.get("cp_balanced") is False,
+        flat["parallel.cp"] > 1 and flat["parallel.cp_balance"] and flat["parallel.cp_method"] != "ulysses"
+        and e.get("cp_balanced") is False,
     ))  # fmt: skip
 
 

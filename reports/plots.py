@@ -151,7 +151,8 @@ def _first(all_: Sequence[Point], shown: Sequence[Point]) -> str:
     return f"; the {len(shown)} fastest of {len(all_)}" if len(all_) > len(shown) else ""
 
 
-def axes_style(ax: Any, x: str, y: str) -> None:
+def axes_style(ax: Any, x: str, y: str, whole: bool = False) -> None:
+    """Titles, a light grid and few ticks; ``whole``: x counts something."""
     from matplotlib.ticker import MaxNLocator
 
     ax.set_xlabel(x)
@@ -159,7 +160,7 @@ def axes_style(ax: Any, x: str, y: str) -> None:
     ax.grid(axis="y")
     ax.tick_params(length=0)
     ax.spines["left"].set_visible(False)
-    ax.xaxis.set_major_locator(MaxNLocator(5))
+    ax.xaxis.set_major_locator(MaxNLocator(5, integer=whole))
     if ax.get_yscale() == "linear":
         ax.yaxis.set_major_locator(MaxNLocator(5))
         if ax.get_ylim()[1] >= 1000:

@@ -100,7 +100,7 @@ def make(results: Path, out: Path) -> Report:
     points = load(results)
     parity = loss.parity(points)
     advice = compare.advise(points, [p.point for p in parity if p.verdict == "deviates"])
-    headlines = _headlines(points)
+    headlines = _headlines(points, advice)
     points = [p for h in headlines for p in sorted(h.points, key=lambda p: -(advice[p].score or -1.0))]
     verdicts = {p.point: p for p in parity}
     rows = [_row(p, advice[p], verdicts.get(p), out) for p in points]
@@ -108,12 +108,14 @@ def make(results: Path, out: Path) -> Report:
     drawn = drawn[: figures.SERIES]
     axes = heatmap.axes(points)
     main = next((h for h in headlines if h.best is not None), None)
-    map_axes = heatmap.choose(main.points if main else points, axes)
+    mapped, map_axes = _mapped(points, main, axes)
+    drawings = _drawings(points, main, _maps(mapped, axes, map_axes))
+    drawings += curves.draw(drawn, reference, floor, legend=True)
     return Report(
         results, out, tuple(points), tuple(rows), tuple(headlines), tuple(compare.effects(points)), tuple(parity),
-        tuple(loss.precision_losses(points)), advice, tuple(published.rows(points)), tuple(find(points)),
-        tuple(places(points)),
-        (*_drawings(points, main, axes, map_axes), *curves.draw(drawn, reference, floor, legend=True)), tuple(drawn),
+        tuple(loss.precision_losses(points)), advice, tuple(published.rows(points)),
+        (*find(points), *_faster_but_rejected(headlines, advice)),
+        tuple(places(points)), tuple(drawings), tuple(drawn),
         tuple(curves.draw(drawn, reference, floor, legend=False)), floor, tuple(axes), map_axes,
     )  # fmt: skip
 
@@ -139,20 +141,21 @@ def _row(p: Point, advice: Advice, parity: Parity | None, out: Path) -> Row:
     return row
 
 
-def _headlines(points: Sequence[Point]) -> list[Headline]:
+def _headlines(points: Sequence[Point], advice: dict[Point, Advice]) -> list[Headline]:
     """One a workload, the largest first; measured before simulated where they are as large."""
     groups: dict[Hashable, list[Point]] = {}
     for p in points:
         groups.setdefault(compare.workload(p), []).append(p)
     ordered = sorted(groups.values(), key=lambda g: (-len(g), g[0].simulated))
-    return [_headline(group) for group in ordered]
+    return [_headline(group, advice) for group in ordered]
 
 
-def _headline(members: list[Point]) -> Headline:
+def _headline(members: list[Point], advice: dict[Point, Advice]) -> Headline:
+    """The fastest run that is not rejected; the fastest at all where every one is."""
     flat, engine = members[0].flat, members[0].engine
     where = f"{flat['parallel.world_size']} × {flat['hardware.device']}"
     text = f"{flat['model.name']} · {where} · sequence {table.show(flat['data.seq_len'], 'count')}"
-    best = compare.fastest(members)
+    best = compare.fastest(p for p in members if advice[p].word != "rejected") or compare.fastest(members)
     if best is None:
         return Headline(text, engine, None, None, Value(reason="no successful run"), (), tuple(members))
     baselines = compare.Baselines(members)
@@ -161,6 +164,16 @@ def _headline(members: list[Point]) -> Headline:
         none = Value(unit="ratio", reason=_no_gain(best, baselines))
         return Headline(text, engine, best, None, none, tuple(rungs), tuple(members))
     return Headline(text, engine, best, rungs[0], interval.ratio(best.tps, rungs[0].tps), tuple(rungs), tuple(members))
+
+
+def _faster_but_rejected(headlines: Sequence[Headline], advice: dict[Point, Advice]) -> list[Notice]:
+    """Runs that would lead their workload if they were right."""
+    out = []
+    for h in headlines:
+        top = compare.fastest(h.points)
+        if top is not None and top is not h.best:
+            out.append(Notice("faster but rejected", f"{h.text}: {advice[top].why}", (top,)))
+    return out
 
 
 def _no_gain(best: Point, baselines: compare.Baselines) -> str:
@@ -174,15 +187,38 @@ def _no_gain(best: Point, baselines: compare.Baselines) -> str:
 FOLLOWS = ("train.local_batch_size", "train.global_batch_size", "parallel.dp_shard", "parallel.dp_replicate")
 
 
-def _drawings(
-    points: Sequence[Point], main: Headline | None, axes: Sequence[Axis], map_axes: tuple[Axis, Axis]
-) -> list[Drawing]:
-    """Every figure but the losses that these runs can fill; the map, ladder, memory and time of the first workload."""
-    out: list[Drawing] = []
+def _mapped(
+    points: Sequence[Point], main: Headline | None, axes: Sequence[Axis]
+) -> tuple[Sequence[Point], tuple[Axis, Axis]]:
+    """(the runs of the map, its columns and rows): those of the main answer by the two settings that fill it best.
+
+    Where most runs of that scope differ in their number of GPUs, it becomes the columns, so that all are seen at once.
+    """
+    if main is None:
+        return points, heatmap.choose(points, axes)
+    gpus = "parallel.world_size"
+    alike = {k: v for k, v in main.points[0].flat.items() if k.startswith(compare.WORKLOAD) and k != gpus}
+    wider = [p for p in points if p.scope == main.points[0].scope and all(p.flat.get(k) == v for k, v in alike.items())]
+    columns = next((a for a in axes if a.key == gpus), None)
+    if columns is None or len(main.points) > 0.6 * len(wider):
+        return main.points, heatmap.choose(main.points, axes)
+    single = {a: len({a.of(p) for p in wider}) for a in axes if a.key.startswith(heatmap.STRATEGY) and a is not columns}
+    fitting = {a: n for a, n in single.items() if n <= heatmap.LIMIT[1]}
+    return wider, (columns, max(fitting, key=lambda a: fitting[a], default=heatmap.NOTHING))
+
+
+def _maps(points: Sequence[Point], axes: Sequence[Axis], map_axes: tuple[Axis, Axis]) -> list[Drawing]:
+    if not any(p.ok for p in points):
+        return []
+    told = heatmap.details(points, axes, *map_axes)
+    return [plots.heat(points, *map_axes, told, memory=memory) for memory in (False, True)]
+
+
+def _drawings(points: Sequence[Point], main: Headline | None, maps: Sequence[Drawing]) -> list[Drawing]:
+    """Every figure but the losses that these runs can fill; ladder, memory and time of the first workload."""
+    out: list[Drawing] = [*maps]
     if main is not None:
         fast = sorted((p for p in main.points if p.ok and p.tps.value), key=lambda p: -(p.tps.value or 0.0))
-        told = heatmap.details(main.points, axes, *map_axes)
-        out += [plots.heat(main.points, *map_axes, told, memory=memory) for memory in (False, True)]
         if len(main.ladder) > 1:
             gains = [
                 interval.ratio(p.tps, main.ladder[0].tps) if p is not main.ladder[0] else Value(1.0)

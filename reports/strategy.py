@@ -46,7 +46,9 @@ def layout(flat: Flat) -> str:
         parts.append(f"HSDP {replicate}×{shard}" if shard > 1 else f"DDP {replicate}")
     elif shard > 1:
         parts.append(f"FSDP {shard}")
-    parts += [f"{axis.upper()} {degree(flat, axis)}" for axis in ("tp", "cp", "pp") if degree(flat, axis) > 1]
+    method = "" if flat["parallel.cp_method"] == "allgather" else f" {flat['parallel.cp_method']}"
+    words = {"tp": "", "cp": method, "pp": ""}
+    parts += [f"{a.upper()} {degree(flat, a)}{word}" for a, word in words.items() if degree(flat, a) > 1]
     return " · ".join(parts) or "1 rank"
 
 

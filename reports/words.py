@@ -29,6 +29,8 @@ def right(report: Report, best: Point) -> str:
         return "it is a one-rank run" if best.flat["parallel.world_size"] == 1 else "no loss to compare"
     if found.loss is None:
         return found.text
+    if found.verdict == "deviates" and found.tolerance and found.loss <= found.tolerance[0]:
+        return f"grad norm off by {small(found.grad_norm)}, limit {small(found.tolerance[1])}"
     return f"loss within {small(found.loss)} of one rank, {found.steps} steps"
 
 

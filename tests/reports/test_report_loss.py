@@ -12,7 +12,7 @@ import synthetic
 
 from bench.result import Value
 from bench.store import STEPS
-from reports import loss, points
+from reports import loss, points, report
 
 TP = {"parallel": {"dp_shard": 2, "tp": 2}, "train": {"local_batch_size": 4}}
 ONE = {"parallel": {"dp_shard": 1}, "train": {"local_batch_size": 8}}
@@ -38,6 +38,19 @@ def test_a_wrong_gradient_deviates(tmp_path: Path) -> None:
     assert judged(tmp_path, 2e-3).verdict == "deviates"
 
 
+def test_a_wrong_run_does_not_lead(tmp_path: Path) -> None:
+    """The faster TP run deviates: FSDP leads, and a notice says what would have led."""
+    judged(tmp_path / "in", 2e-3)
+    synthetic.write(
+        tmp_path / "in", synthetic.result(synthetic.spec(parallel={"dp_shard": 4}), 500), losses=synthetic.decay()
+    )
+    made = report.make(tmp_path / "in", tmp_path)
+    lead = made.headlines[0]
+    assert lead.best is not None and lead.best.name == "FSDP 4"
+    (notice,) = [n for n in made.notices if n.kind == "faster but rejected"]
+    assert notice.points[0].name == "FSDP 2 · TP 2" and "gradient norm deviates" in notice.text
+
+
 def test_a_noise_floor_widens_the_limit(tmp_path: Path) -> None:
     """Two equal runs differ by 3e-3: a layout that differs by 2e-3 can not be told from noise."""
     again = replace(synthetic.result(synthetic.spec(**ONE), 2000), repeat=1, started_at="2026-03-02T00:00:00+00:00")
@@ -55,7 +68,7 @@ def test_a_noise_floor_widens_the_limit(tmp_path: Path) -> None:
         (TP, {"evidence": {"init_digest": "other", "data_digest": "da7a"}}, "another initialisation"),
         (TP, {"evidence": {"init_digest": "1n17", "data_digest": "other"}}, "another batch order"),
         (TP, {"evidence": {}}, "initialisation was not recorded"),
-        (TP, {"environment": {"fingerprint": "another machine"}}, "no one-rank run"),
+        (TP, {"environment": {"fingerprint": "another machine"}}, "another code or machine"),
     ],
 )
 def test_everything_else_is_not_comparable(tmp_path: Path, sections: Any, changes: Any, why: str) -> None:
