@@ -54,6 +54,7 @@ def _summary(report: Report, main: Headline | None) -> dict[str, Any]:
     return {
         "asked": words.asked(report), "failed": failed, "failures": report.failures(), "top": _top(main, report),
         "right": words.right(report, main.best) if main and main.best else "",
+        "leads": main is not None and compare.fastest(main.points) is main.best,
         "nothing": "No run succeeded." if report.points else "There is no run here.",
         "nothing_hint": "What happened is below." if failed else "python -m sweeps fills this folder.",
     }  # fmt: skip
