@@ -17,6 +17,7 @@ from typing import Any
 
 from bench.sim.events import Trace
 from bench.sim.predict import Traced
+from bench.sim.resize import resize
 from bench.spec import ROOT, RunSpec
 from trainer_core.config import TrainConfig
 
@@ -25,6 +26,10 @@ DEPTH = 6
 
 TRACERS = ("cache", "compiled", "events", "fusion", "kernels", "program", "stages", "trace", "tracer")
 """Modules of bench.sim that a trace depends on; the others only read traces."""
+
+
+Stored = tuple[dict[int, Trace], dict[str, int]]
+"""Traces by pipeline rank, and the degrees at which they were made."""
 
 
 class Unsupported(Exception):
@@ -57,16 +62,26 @@ def key_of(spec: RunSpec, kind: str) -> str:
     data["optim"] = {"impl": spec.config.optim.impl, "clip": spec.config.optim.clip_norm > 0}
     data["data"] = {"seq_len": spec.config.data.seq_len}
     data["program"] = asdict(spec.program)
+    # more ranks along dp change sizes of shards and groups, which :mod:`bench.sim.resize` sets; one rank or several
+    # is another program
+    p = data["parallel"]
+    p["dp_shard"], p["dp_replicate"] = min(p["dp_shard"], 2), min(p["dp_replicate"], 2)
+    p.pop("world_size")
+    data["train"]["global_batch_size"] = spec.config.accumulation
     return hashlib.sha256(json.dumps([data, kind, _code()], sort_keys=True).encode()).hexdigest()[:24]
 
 
 def traces_of(spec: RunSpec, kind: str) -> Traced:
     """The traces of ``spec`` on a device of ``kind`` (cpu, cuda). Raises Unsupported."""
     path = folder() / f"{key_of(spec, kind)}.pickle"
-    traces = _load(path)
-    if traces is None:
-        traces = _make(spec, kind)
-        _store(path, traces)
+    stored = _load(path)
+    if stored is None:
+        stored = _make(spec, kind), dict(spec.config.parallel.degrees)
+        _store(path, stored)
+    traces, degrees = stored
+    now = spec.config.parallel.degrees
+    if degrees != now:
+        traces = {rank: resize(trace, degrees, now) for rank, trace in traces.items()}
     return assemble(spec, traces)
 
 
@@ -109,17 +124,17 @@ def _make(spec: RunSpec, kind: str) -> dict[int, Trace]:
     return trace_ranks(spec, ranks, max(wanted), kind=kind)
 
 
-def _load(path: Path) -> dict[int, Trace] | None:
+def _load(path: Path) -> Stored | None:
     """A stored trace; one that can not be read counts as absent."""
     try:
         with path.open("rb") as file:
-            loaded: dict[int, Trace] = pickle.load(file)
+            loaded: Stored = pickle.load(file)
             return loaded
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError):
         return None
 
 
-def _store(path: Path, traces: dict[int, Trace]) -> None:
+def _store(path: Path, traces: Stored) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_bytes(pickle.dumps(traces, protocol=5))

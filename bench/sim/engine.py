@@ -40,7 +40,7 @@ def simulate(spec: RunSpec, prices: Cost | None = None) -> RunResult:
         plan = traces_of(spec, device.kind)
     except Unsupported as error:
         return _result(spec, "unsupported", str(error), {}, {})
-    prices = prices or Cost(device)
+    prices = prices or Cost(device, ranks=spec.world_size)
     time = predict.step_time(plan, prices)
     memory, rank = predict.footprint(plan)
     metrics = _metrics(spec, device, time, memory)
@@ -171,7 +171,7 @@ def trace(args: argparse.Namespace) -> int:
         rows.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": name}})
     add = lambda name, row, start, seconds: rows.append(
         {"name": name, "ph": "X", "pid": 0, "tid": row, "ts": start * 1e6, "dur": seconds * 1e6})  # fmt: skip
-    time = predict.step_time(plan, Cost(device), add)
+    time = predict.step_time(plan, Cost(device, ranks=spec.world_size), add)
     args.output.write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
     print(f"simulated step of {time.seconds:.4f} s: {args.output}", file=sys.stderr)
     return OK

@@ -187,6 +187,9 @@ def play(events: Expanded, start: int, stop: int, prices: PriceList, listener: L
         else:
             streams.wait(a, s)
     if before[-1] > done:
+        if listener:
+            first = int(np.searchsorted(before, done, "right")) - 1
+            _tell(listener, streams.now(0), op, cost, arg, prices, first, len(kind))
         streams.compute(float(before[-1] - done))
     return streams
 

@@ -295,10 +295,10 @@ class Tracer(TorchDispatchMode):
         start, first = len(self.trace.events), len(self.trace.storages)
         if inputs:
             self._decide(layer)
-        sharded = bool(inputs) and all(self.is_sharded(t) or t.numel() <= 1 for t in inputs)
+        sharded = self._works_on_shards(name, args, inputs)
         for t in outputs:
             number = self.follow(t, layer=layer)
-            if sharded and not mutates:
+            if sharded and not mutates and t.numel() > 1 and name != "all_gather_copy_in":
                 self.trace.storages[number].sharded = True
         key = (
             name, tuple((tuple(t.shape), t.stride(), t.dtype) for t in inputs), len(args), phase, module, sharded,
@@ -311,6 +311,19 @@ class Tracer(TorchDispatchMode):
         self.add(Event.OP, index, None, layer)
         if not inputs and phase == "optim":
             self._undecided += [(start, len(self.trace.events), first, len(self.trace.storages))]
+
+    def _works_on_shards(self, name: str, args: Any, inputs: list[Tensor]) -> bool:
+        """Whether all that is read (scalars aside) are FSDP shards; a copy of shards makes its target one too."""
+        read = inputs
+        if name == "_foreach_copy_":
+            read = list(kernels.tensors(args[1]))
+        elif name == "all_gather_copy_in":
+            read = list(kernels.tensors(args[0]))
+        sharded = any(t.numel() > 1 for t in read) and all(t.numel() <= 1 or self.is_sharded(t) for t in read)
+        if sharded and name == "_foreach_copy_" and self.stream != 0:
+            for t in kernels.tensors(args[0]):
+                self.trace.storages[self.follow(t)].sharded = True
+        return sharded
 
     def _decide(self, layer: int) -> None:
         """A state made from nothing (a step counter) belongs to the parameter whose next state is made after it."""
@@ -363,7 +376,7 @@ class Tracer(TorchDispatchMode):
                                            self.overlap))  # fmt: skip
             self._start(index, group, functional, kind, outputs)
         if kind == "reduce_scatter" and group.axis in ("fsdp", "dp_shard"):
-            for t in inputs[:1]:
+            for t in inputs[:1]:  # the output comes first
                 self.trace.storages[self.follow(t)].sharded = True
 
     def _start(self, index: int, group: Group, functional: bool, kind: str, outputs: list[Tensor]) -> None:
