@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
+from statistics import NormalDist
 from typing import Literal
 
 from bench.sim.events import Collective, Op, span
@@ -18,6 +19,10 @@ Bound = Literal["compute", "memory", "launch"]
 CLOCK_EXPONENT = 0.4
 """Clock ~ (power limit / design power) ^ e. Dynamic power is C V^2 f: e = 1/3 while the voltage follows the clock, 1/2
 as leakage and memory take their share; 0.4 is the geometric middle, chosen before any fit."""
+
+CONTENTION = 0.3
+"""Share of a collective's time that it takes from the compute beside it: NCCL's channels hold up to 32 of 132 SMs, and
+use memory bandwidth."""
 
 BACKWARD_ATTENTION = 0.79
 """Rate of the attention backward over the forward: FlashAttention-2 reports about 0.8 on A100 and H100 (five matmuls
@@ -38,22 +43,23 @@ NVLink and 2.7 of 14 us over the network; LL sends a flag with every 4 bytes).""
 
 @dataclass(frozen=True)
 class Constants:
-    """The calibrated fractions. The defaults are priors from the literature, before any fit.
+    """The calibrated fractions. The defaults are priors from the literature, before any fit; their sources are in
+    :data:`PRIORS`.
 
     ``gemm_bf16`` (and wider dtypes), ``gemm_fp8``: of the dense peak of the dtype at the clock that the power limit
     allows, for a GEMM of whole waves. ``attention``: of that peak, forward. ``hbm``: of the memory bandwidth, streaming
     kernels. ``scale_up``, ``scale_out``: of the link, large collectives. ``async_hidden``: share of a decomposed
-    collective that its GEMM hides. ``contention``: share of a collective's time that it takes from the compute beside.
+    collective that its GEMM hides. ``chip_spread``: standard deviation of the speed of equal GPUs at one power limit.
     """
 
     gemm_bf16: float = 0.75
     gemm_fp8: float = 0.65
-    attention: float = 0.40
+    attention: float = 0.35
     hbm: float = 0.80
     scale_up: float = 0.80
     scale_out: float = 0.84
     async_hidden: float = 0.60
-    contention: float = 0.30
+    chip_spread: float = 0.016
 
     @classmethod
     def of(cls, hardware: Hardware) -> Constants:
@@ -62,23 +68,45 @@ class Constants:
         return cls(**{name: c.value for name, c in hardware.constants.items() if name in known})
 
 
+def slowest(ranks: int, spread: float) -> float:
+    """Speed of the slowest of ``ranks`` GPUs over the mean one's: all wait for it in every collective.
+
+    The expected minimum of normal values of standard deviation ``spread``, by Blom's approximation.
+    """
+    return 1 + spread * NormalDist().inv_cdf((1 - 0.375) / (ranks + 0.25))
+
+
 CONSTANTS = tuple(f.name for f in fields(Constants))
+
+PRIORS: dict[str, tuple[float, str]] = {
+    "gemm_bf16": (0.15, "large cuBLAS GEMMs reach 70-80 % of the peak at the clock that the power allows"),
+    "gemm_fp8": (0.15, "large FP8 GEMMs reach 60-70 % of the peak at the clock that the power allows"),
+    "attention": (0.2, "FlashAttention-2 uses 35 % of an H100 (arXiv 2407.08608, abstract)"),
+    "hbm": (0.15, "streaming kernels reach 75-90 % of the memory bandwidth"),
+    "scale_up": (0.15, "large NCCL collectives in a host reach 350-380 of 450 GB/s"),
+    "scale_out": (0.2, "large NCCL collectives over one rail reach 40-45 of 50 GB/s"),
+    "async_hidden": (0.3, "a decomposition in as many chunks as ranks hides at most 7/8, less its own overhead"),
+    "chip_spread": (0.5, "8 % between slowest and fastest of about a hundred equal GPUs, five standard deviations "
+                         "(Sinha et al., SC 2022, arXiv 2208.11035)"),
+}  # fmt: skip
+"""Standard deviation of each constant's logarithm before any fit, and where its default comes from."""
 
 
 @dataclass
 class Cost:
-    """Prices of one device: implements :class:`bench.sim.events.Prices`."""
+    """Prices of one device among ``ranks`` that wait for each other: implements :class:`bench.sim.events.Prices`."""
 
     hardware: Hardware
     constants: Constants | None = None
+    ranks: int = 1
     contention: float = field(init=False)
     async_tp_hidden: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.constants = c = self.constants or Constants.of(self.hardware)
-        self.contention, self.async_tp_hidden = c.contention, c.async_hidden
+        self.contention, self.async_tp_hidden = CONTENTION, c.async_hidden
         limit, design = self.hardware.power
-        self._clock = float((limit / design) ** CLOCK_EXPONENT)
+        self._clock = float((limit / design) ** CLOCK_EXPONENT) * slowest(self.ranks, c.chip_spread)
         self._memory = c.hbm * self.hardware.memory_bandwidth
 
     def op(self, op: Op) -> tuple[float, Bound]:
@@ -99,8 +127,8 @@ class Cost:
     def _gemm(self, op: Op) -> float:
         """Seconds of a GEMM (batch, m, n, k): waves of tiles, each a pipeline to fill, k steps and a tile to write.
 
-        The tensor cores wait while a tile is written, so that small k costs more, and twice as much in Float8, where the
-        steps are half as long. The best tile is taken, as the library's heuristics do.
+        The tensor cores wait while a tile is written, so that small k costs more, and twice as much in Float8, where
+        the steps are half as long. The best tile is taken, as the library's heuristics do.
         """
         rate, batch, m, n, k = self.gemm_rate(op), *op.dims
         if self.hardware.kind == "cpu":

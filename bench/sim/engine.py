@@ -87,8 +87,8 @@ def _fits(spec: RunSpec, device: Hardware, memory: Footprint, plan: Traced) -> t
     half = half_width(device, "memory") * need
     if need - half > capacity:
         parts = ", ".join(f"{name} {b / GIB:.1f}" for name, b in memory.by_category.items() if b > GIB / 20)
-        return "oom", (f"{need:.1f} GiB reserved, {device.name} leaves {capacity:.1f} GiB to the allocator. At the peak "
-                       f"(GiB): {parts}. {_what_helps(spec, memory)}")  # fmt: skip
+        return "oom", (f"{need:.1f} GiB reserved, {device.name} leaves {capacity:.1f} GiB to the allocator. At the "
+                       f"peak (GiB): {parts}. {_what_helps(spec, memory)}")  # fmt: skip
     if need + half > capacity:
         return "ok", f"fits: uncertain, {need:.1f} GiB +- {half:.1f} of {capacity:.1f} GiB"
     return "ok", None

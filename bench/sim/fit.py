@@ -1,7 +1,7 @@
 """Fit of the cost model's constants to published rows, and what a prediction is worth that was not fitted. No torch.
 
-Least squares on the logarithm of throughput, with Gaussian priors on the logarithms of the constants. A soft loss keeps
-one row that the model does not understand from bending the others. Every fold is fitted from scratch.
+Least squares on the logarithm of throughput, with Gaussian priors on the logarithms of the constants. A Cauchy loss
+keeps rows that the model does not understand from bending the others. Every fold is fitted from scratch.
 """
 
 from __future__ import annotations
@@ -14,15 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
-from bench.sim.cost import CONSTANTS, Constants
+from bench.sim.cost import CONSTANTS, PRIORS, Constants
 
 Floats = npt.NDArray[np.float64]
-
-PRIOR_SPREAD: dict[str, float] = {
-    "gemm_bf16": 0.15, "gemm_fp8": 0.15, "attention": 0.2, "hbm": 0.15, "scale_up": 0.15, "scale_out": 0.2,
-    "async_hidden": 0.3, "contention": 0.4,
-}  # fmt: skip
-"""Standard deviation of each constant's logarithm before any fit: how far the literature's values lie apart."""
 
 NOISE = 0.03
 """Standard deviation of a published throughput's logarithm. One nominal configuration that was published twice, half a
@@ -30,7 +24,7 @@ year apart, differs by 2.4 % and 7.6 %; a table's entry is one reading without r
 
 LARGEST = math.log(0.98)
 SOFT = 1.5
-"""Residuals beyond so many standard deviations count linearly."""
+"""Residuals beyond so many standard deviations pull less the larger they are."""
 LEVEL = 0.8
 
 
@@ -78,7 +72,7 @@ def from_log(x: Floats) -> Constants:
     return Constants(**dict(zip(CONSTANTS, np.exp(x).tolist(), strict=True)))
 
 
-LINEAR = ("async_hidden", "contention")
+LINEAR = ("async_hidden", "chip_spread")
 """Constants that a step time is linear in; it is a sum of terms inverse to the others, which are rates."""
 
 
@@ -117,13 +111,13 @@ def linearize(point: Point, at: Constants) -> Line:
 def solve(lines: Sequence[Line]) -> Fit:
     """The constants that the rows and the priors agree on, from the priors."""
     prior = to_log(Constants())
-    spread = np.asarray([PRIOR_SPREAD[name] for name in CONSTANTS])
+    spread = np.asarray([PRIORS[name][0] for name in CONSTANTS])
 
     def residuals(x: Floats) -> Floats:
         rows = [(line.log_tps(x) - math.log(line.point.tps)) / line.point.noise for line in lines]
         return np.concatenate([rows, (x - prior) / spread])
 
-    found = least_squares(residuals, prior, bounds=(-np.inf, LARGEST), loss="soft_l1", f_scale=SOFT)
+    found = least_squares(residuals, prior, bounds=(-np.inf, LARGEST), loss="cauchy", f_scale=SOFT)
     return Fit(from_log(found.x), np.linalg.inv(found.jac.T @ found.jac))
 
 

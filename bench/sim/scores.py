@@ -34,7 +34,8 @@ class Case:
     plan: Traced
 
     def seconds(self, constants: Constants) -> float:
-        return predict.step_time(self.plan, Cost(hardware.resolve(self.spec.hardware), constants)).seconds
+        prices = Cost(hardware.resolve(self.spec.hardware), constants, self.spec.world_size)
+        return predict.step_time(self.plan, prices).seconds
 
     def tps(self, constants: Constants) -> float:
         return self.spec.config.tokens_per_step / self.spec.world_size / self.seconds(constants)

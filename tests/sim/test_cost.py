@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from bench.sim.cost import CLOCK_EXPONENT, CONSTANTS, Constants, Cost
+from bench.sim.cost import CLOCK_EXPONENT, CONSTANTS, Constants, Cost, slowest
 from bench.sim.events import Collective, Op
 from bench.sim.hardware import load
 
 H100 = load("h100_80g")
-ONES = Constants(**dict.fromkeys(CONSTANTS, 1.0))
+ONES = replace(Constants(**dict.fromkeys(CONSTANTS, 1.0)), chip_spread=0.016)
 
 
 def gemm(m, n, k, dtype="bf16"):
@@ -61,6 +61,14 @@ def test_power_limits_the_clock_of_compute_and_not_the_memory():
     copy = Op("copy_", "copy", (), (), 0, 2**30, 2**30)
     assert capped.op(copy) == Cost(H100, ONES).op(copy)
     assert capped.op(copy)[0] == pytest.approx(2 * 2**30 / 3.35e12 + 4e-6)
+
+
+def test_many_gpus_wait_for_the_slowest():
+    # The expected minimum of n normal values in standard deviations, from tables of order statistics.
+    assert slowest(1, 0.02) == 1
+    assert (1 - slowest(8, 0.02)) / 0.02 == pytest.approx(1.424, abs=0.02)
+    assert (1 - slowest(100, 0.02)) / 0.02 == pytest.approx(2.508, abs=0.02)
+    assert slowest(16384, 0.02) > 0.9
 
 
 def test_attention_counts_the_blocks_on_the_diagonal():
@@ -119,9 +127,9 @@ def test_a_published_device_has_at_most_eight_constants_and_all_matter():
     links = [collective("all_gather", 8, 1), collective("all_gather", 32, 8)]
 
     def prices(c):
-        cost = Cost(hardware, c)
+        cost = Cost(hardware, c, ranks=64)
         return [cost.op(o)[0] for o in work] + [cost.collective(x) for x in links] + [
-            cost.contention, cost.async_tp_hidden]  # fmt: skip
+            cost.async_tp_hidden]  # fmt: skip
 
     base = prices(Constants())
     for name in CONSTANTS:

@@ -10,7 +10,7 @@ import yaml
 from bench import published
 from bench.published import Figure, foreign
 from bench.sim import fidelity, fit, scores
-from bench.sim.cost import CONSTANTS, Constants
+from bench.sim.cost import CONSTANTS, PRIORS, Constants
 from bench.sim.hardware import read
 from bench.sim.scores import TPS, Case
 from bench.spec import HARDWARE_DIR
@@ -39,8 +39,8 @@ def test_fit_finds_the_constants_that_made_the_rows():
         assert getattr(found.constants, name) == pytest.approx(getattr(TRUTH, name), rel=0.02)
     # What no row depends on stays at its prior, as uncertain as before.
     assert found.constants.attention == pytest.approx(Constants().attention, rel=1e-3)
-    assert found.spread()["attention"] == pytest.approx(fit.PRIOR_SPREAD["attention"], rel=1e-3)
-    assert found.spread()["gemm_bf16"] < 0.1 * fit.PRIOR_SPREAD["gemm_bf16"]
+    assert found.spread()["attention"] == pytest.approx(PRIORS["attention"][0], rel=1e-3)
+    assert found.spread()["gemm_bf16"] < 0.1 * PRIORS["gemm_bf16"][0]
 
 
 def test_one_row_that_is_not_understood_bends_the_fit_little():
