@@ -10,7 +10,9 @@ gone); :func:`fuse` returns its kernels. The rules, in Inductor's terms:
 3. *Vertical fusion*: a node joins its producer's kernel if both run over the same iteration space. The space of a
    pointwise op is its output, of a reduction its input; a pointwise op over a reduction's result runs at the end of it.
 4. *Horizontal fusion*: so do nodes that read one buffer over the same space.
-5. *Barriers*: the result of a reduction to one value (Float8's amax) is complete only when its kernel ends; two
+5. *Lookups*: a gather reads, in the kernel that needs it, only the elements it looks up; scattering a number into a
+   constant is a comparison with the index (``scatter_upon_const_tensor``). A compiled cross entropy rests on both.
+6. *Barriers*: the result of a reduction to one value (Float8's amax) is complete only when its kernel ends; two
    reductions over different dimensions do not share a kernel; no fusion may make a cycle.
 
 A kernel reads each outside buffer once and writes only what others read or what leaves the graph: what is neither
@@ -30,6 +32,7 @@ from bench.sim.events import DTYPE_BYTES, Collective, Op, Tensor
 FUSIBLE = ("pointwise", "reduction", "copy")
 INLINE_READS = 4
 """Inductor's realize_reads_threshold."""
+LOOKUPS = ("gather",)
 COMPLEX_BYTES = {"complex64": 8, "complex128": 16}
 
 
@@ -76,6 +79,7 @@ def fuse(nodes: Sequence[Node], keep: Collection[int]) -> list[Kernel]:
     ``keep`` are the values that leave the graph: results, what is saved for backward, and inputs changed in place.
     """
     kept = set(keep)
+    nodes = _constant_scatters(nodes)
     reads = _inline(nodes, kept)
     groups = _group(nodes, reads)
     readers: dict[int, set[int]] = defaultdict(set)
@@ -96,8 +100,20 @@ def fuse(nodes: Sequence[Node], keep: Collection[int]) -> list[Kernel]:
 
 
 def _fusible(op: Op | Collective) -> bool:
-    return isinstance(op, Op) and op.kind in FUSIBLE and not any(
+    return isinstance(op, Op) and (op.kind in FUSIBLE or op.name in LOOKUPS) and not any(
         dtype in COMPLEX_BYTES for _, dtype in (*op.inputs, *op.outputs))  # fmt: skip
+
+
+def _constant_scatters(nodes: Sequence[Node]) -> list[Node]:
+    """Rule 5: a scatter into a constant becomes a pointwise op over its index."""
+    constants = {v for n in nodes if isinstance(n.op, Op) and n.op.name == "full" for v in n.writes}
+    out = []
+    for node in nodes:
+        op = node.op
+        if isinstance(op, Op) and op.name == "scatter" and len(node.reads) == 2 and node.reads[0] in constants:
+            node = Node(replace(op, kind="pointwise", inputs=op.inputs[1:]), node.reads[1:], node.writes)
+        out.append(node)
+    return out
 
 
 def _inline(nodes: Sequence[Node], kept: set[int]) -> dict[int, dict[int, int]]:
@@ -109,8 +125,12 @@ def _inline(nodes: Sequence[Node], kept: set[int]) -> dict[int, dict[int, int]]:
     for position, node in enumerate(nodes):
         own: dict[int, int] = {}
         sizes = [nbytes(t) for t in node.op.inputs] if isinstance(node.op, Op) else [0] * len(node.reads)
+        looked_up = None
+        if isinstance(node.op, Op) and node.op.name in LOOKUPS:
+            looked_up = sum(map(nbytes, node.op.outputs))
         for value, size in zip(node.reads, sizes, strict=True):
             for source, amount in inlined.get(value, {value: size}).items():
+                amount = amount if looked_up is None else min(amount, looked_up)
                 own[source] = max(own.get(source, 0), amount)
         once = isinstance(node.op, Op) and node.op.kind != "reduction" and _fusible(node.op) and len(node.writes) == 1
         needed = set(node.writes) & (kept | extern)

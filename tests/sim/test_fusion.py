@@ -96,3 +96,33 @@ def test_a_result_of_many_buffers_is_realized_once():
              Node(op("sum", "reduction", [X], [((T,), "fp32")]), (5,), (7,))]  # fmt: skip
     kernels = fuse(nodes, keep={6, 7})
     assert sum(k.op.bytes_read for k in kernels) == 6 * T * D * 2
+
+
+def test_a_compiled_cross_entropy_never_writes_the_log_probabilities():
+    # Forward: logits are read once for the row maximum, once for the sum and looked up; only rows are written.
+    logits, wide, labels = ((T, D), "bf16"), ((T, D), "fp32"), ((T, 1), "int64")
+    forward = [
+        Node(op("to", "pointwise", [logits], [wide]), (0,), (1,)),
+        Node(op("amax", "reduction", [wide], [ROW]), (1,), (2,)),
+        Node(op("sub", "pointwise", [wide, ROW], [wide]), (1, 2), (3,)),
+        Node(op("exp", "pointwise", [wide], [wide]), (3,), (4,)),
+        Node(op("sum", "reduction", [wide], [ROW]), (4,), (5,)),
+        Node(op("log", "pointwise", [ROW], [ROW]), (5,), (6,)),
+        Node(op("sub", "pointwise", [wide, ROW], [wide]), (3, 6), (7,)),
+        Node(op("gather", "embedding", [wide, labels], [ROW]), (7, 8), (9,)),
+        Node(op("neg", "pointwise", [ROW], [ROW]), (9,), (10,)),
+    ]
+    kernels = fuse(forward, keep={2, 6, 10})
+    assert sum(k.op.bytes_written for k in kernels) == 3 * T * 4
+    assert sum(k.op.bytes_read for k in kernels) < 2.5 * T * D * 2
+    # Backward: softmax less one at the label, in one kernel.
+    backward = [
+        Node(op("full", "pointwise", [], [wide]), (), (20,)),
+        Node(op("scatter", "embedding", [wide, labels], [wide]), (20, 8), (21,)),
+        Node(op("sub", "pointwise", [logits, ROW], [wide]), (0, 6), (22,)),
+        Node(op("add", "pointwise", [wide, wide], [wide]), (21, 22), (23,)),
+        Node(op("to", "pointwise", [wide], [logits]), (23,), (24,)),
+    ]
+    kernels = fuse(backward, keep={24})
+    assert len(kernels) == 1
+    assert kernels[0].op.bytes_written == T * D * 2 and kernels[0].op.bytes_read == T * D * 2 + T * 4 + T * 8
