@@ -12,8 +12,10 @@ import contextlib
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx
@@ -67,16 +69,17 @@ def as_kernels(tracers: Current, config: TrainConfig) -> Iterator[None]:
 
     from torch._functorch import partitioners
 
-    original, keep_random_state = torch.compile, partitioners.functionalize_rng_ops
+    original: Any = torch.compile
     torch._dynamo.reset()
-    torch.compile = lambda model, **options: original(model, backend=unseen, **options)
-    # attention counts as random; without dropout there is no state that its recomputation would have to restore
-    partitioners.functionalize_rng_ops = lambda joint, forward, backward, symbols: (forward, backward)
-    try:
-        yield
-    finally:
-        torch.compile, partitioners.functionalize_rng_ops = original, keep_random_state
-        torch._dynamo.reset()
+    with (
+        mock.patch.object(torch, "compile", lambda model, **options: original(model, backend=unseen, **options)),
+        # attention counts as random; without dropout there is no state that its recomputation would have to restore
+        mock.patch.object(partitioners, "functionalize_rng_ops", lambda joint, fw, bw, symbols: (fw, bw)),
+    ):
+        try:
+            yield
+        finally:
+            torch._dynamo.reset()
 
 
 def _signature(x: Any) -> Any:
@@ -130,9 +133,9 @@ class Recording:
     def _output(self, t: Any, source: int, itself: bool) -> _Output | None:
         if not isinstance(t, Tensor):
             return _Output(value=t)
-        where = (tuple(t.shape), t.stride(), t.storage_offset(), t.dtype)
+        where: tuple[Any, ...] = (tuple(t.shape), t.stride(), t.storage_offset(), t.dtype)
         if source >= 0:
-            return _Output(source, -1, *where, itself=itself)
+            return replace(_Output(source, -1, *where), itself=itself)
         number = self.tracer.number(t)
         return _Output(-1, number, *where) if number is not None and number >= self.first_storage else None
 
@@ -163,7 +166,7 @@ class Recipe:
                 storage = self.storages[arg - self.first_storage]
                 if arg in wanted:
                     first = next(o for o in self.outputs if o.storage == arg)
-                    made[arg] = tracer.unseen(lambda o=first, n=storage.bytes: _memory(o, n))
+                    made[arg] = tracer.unseen(partial(_memory, first, storage.bytes))
                     numbers[arg] = tracer.follow(made[arg])
                 else:
                     numbers[arg] = tracer.allocate(storage)
@@ -252,9 +255,8 @@ class Program:
         for p, k in kernel_of.items():
             for value in set().union(*(sources.get(r, {r}) for r in entries[p].reads), set()):
                 readers[value].add(k)
-        made_by = lambda v: kernel_of.get(maker[v]) if v in maker else None
-        self.stored = {v for v in maker if made_by(v) is not None
-                       and (made_by(v) in self.extern or v in self.kept or readers[v] - {made_by(v)})}  # fmt: skip
+        made_by = {v: kernel_of[p] for v, p in maker.items() if p in kernel_of}
+        self.stored = {v for v, k in made_by.items() if k in self.extern or v in self.kept or readers[v] - {k}}
         nodes = {p: node for node, p in self.position.items()}
         last = [max(kernel.members) for kernel in self.kernels]
         self.launch: dict[fx.Node, Kernel] = {
@@ -383,7 +385,8 @@ def _number_values(nodes: list[fx.Node]) -> dict[fx.Node, int]:
 
 def _outputs(nodes: list[fx.Node]) -> list[fx.Node]:
     """What the graph returns, in order; a plain value stands as the output node itself."""
-    return [n if isinstance(n, fx.Node) else nodes[-1] for n in nodes[-1].args[0]]
+    returned: Any = nodes[-1].args[0]
+    return [n if isinstance(n, fx.Node) else nodes[-1] for n in returned]
 
 
 def _op(node: fx.Node, reads: list[fx.Node]) -> Op | Collective:

@@ -51,8 +51,8 @@ class Growth:
 class _Named:
     """A trace's columns, cut into stretches of one layer, with everything that is referred to named.
 
-    ``start``/``end``/``of_layer``/``run`` describe the stretches. For every row, ``name`` is the key of what it makes or
-    refers to, -1 where it refers to nothing that was made in a layer, and ``at`` the layer where that was made.
+    ``start``/``end``/``of_layer``/``run`` describe the stretches. For every row, ``name`` is the key of what it makes
+    or refers to, -1 where it refers to nothing that was made in a layer, and ``at`` the layer where that was made.
     """
 
     def __init__(self, trace: Trace):

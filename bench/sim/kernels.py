@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +12,9 @@ from bench.sim.events import Op, OpKind, Phase, Tensor
 
 DTYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", torch.int64: "int64",
-    torch.uint64: "int64", torch.uint32: "int32", torch.int32: "int32", torch.int16: "int16", torch.int8: "int8", torch.uint8: "int8", torch.bool: "bool",
-    torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.float8_e8m0fnu: "fp8",
+    torch.uint64: "int64", torch.int32: "int32", torch.uint32: "int32", torch.int16: "int16", torch.int8: "int8",
+    torch.uint8: "int8", torch.bool: "bool", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8",
+    torch.float8_e8m0fnu: "fp8",
 }  # fmt: skip
 
 GEMMS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
@@ -140,12 +142,13 @@ def make_op(
     reads = [t for t in inputs if not (id(t) in written_ids and name in OVERWRITES)]
     written = float(sum(nbytes(t) for t in written_args) or sum(map(nbytes, outputs)))
     read = 0.0 if name in FILLS else float(sum(map(nbytes, reads)))
-    flops, dims = 0.0, ()
+    flops = 0.0
+    dims: tuple[int, ...] = ()
     if kind == "gemm":
         dims = gemm_dims(name, ins)
-        flops = 2.0 * dims[0] * dims[1] * dims[2] * dims[3]
+        flops = 2.0 * math.prod(dims)
     elif kind == "attention":
-        dims = attention_dims(name, ins, is_causal(name, args, kwargs))  # type: ignore[assignment]
+        dims = attention_dims(name, ins, is_causal(name, args, kwargs))
         flops = attention_flops(dims)
     elif name == "all_gather_copy_in":  # the output is as long as all shards, only this rank's is copied
         read = written = float(sum(map(nbytes, tensors(args[0]))))

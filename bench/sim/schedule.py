@@ -95,7 +95,7 @@ def price(table: list[Op | Collective], prices: Prices) -> PriceList:
 class Streams:
     """The clock of every stream while events are played."""
 
-    list: PriceList
+    prices: PriceList
     listener: Listener | None = None
     time: dict[int, float] = field(default_factory=dict)
     link_free: dict[str, float] = field(default_factory=dict)
@@ -116,15 +116,15 @@ class Streams:
             for begin, finish, axis in self.running:
                 beside = min(end, finish) - max(start, begin)
                 if beside > 0:
-                    lost = self.list.contention * beside
+                    lost = self.prices.contention * beside
                     self.parts.expose(axis, lost)
                     end += lost
         self.time[0] = end
 
     def collective(self, index: int, stream: int) -> None:
-        axis, link = self.list.axes[index], self.list.links[index]
+        axis, link = self.prices.axes[index], self.prices.links[index]
         start = max(self.now(stream), self.link_free.get(link, 0.0))
-        end = start + float(self.list.seconds[index])
+        end = start + float(self.prices.seconds[index])
         if stream == 0:
             self.parts.expose(axis, end - self.now(0))
         else:
@@ -132,7 +132,7 @@ class Streams:
         self.time[stream] = self.link_free[link] = end
         self.last_axis[stream] = axis
         if self.listener:
-            self.listener(self.list.names[index], stream, start, end - start)
+            self.listener(self.prices.names[index], stream, start, end - start)
 
     def record(self, handle: int, stream: int) -> None:
         self.marks[handle] = self.now(stream), self.last_axis.get(stream, "")

@@ -144,7 +144,7 @@ def slot_table(schedule: Any) -> dict[int, list[str]]:
 def _renumber(row: list[str]) -> list[str]:
     """1F1B takes microbatches in order; torch's table for it (which it does not run) counts the last rank's from 1."""
     counts: dict[str, int] = {}
-    out = []
+    out: list[str] = []
     for text in row:
         if not text:
             out.append(text)

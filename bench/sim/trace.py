@@ -58,7 +58,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 def _forget_meshes() -> None:
     """DTensor keeps plans by mesh, and takes an equal mesh of a later world for the one whose groups are gone."""
-    _clear_sharding_prop_cache()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     clear_redistribute_planner_cache()
     ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
 
@@ -75,7 +75,8 @@ def groups_of(mesh: Mesh) -> dict[str, Group]:
 def flash(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """What F.scaled_dot_product_attention launches on a GPU: flash attention, forward and backward."""
     causal = kwargs.get("is_causal", args[2] if len(args) > 2 else False)
-    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)[0]
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)[0]
+    return out
 
 
 @contextlib.contextmanager
@@ -115,8 +116,8 @@ def periods(config: TrainConfig) -> list[int]:
 def trace_ranks(
     spec: RunSpec, pp_ranks: tuple[int, ...] = (0,), depth: int = 6, steps: int = STEPS, kind: str = "cuda"
 ) -> dict[int, Trace]:
-    """Trace ``steps`` optimizer steps of the pipeline ranks, with at most ``depth`` periods of layers a stage, as on a device of
-    ``kind`` (cpu, cuda).
+    """Trace ``steps`` optimizer steps of the pipeline ranks, with at most ``depth`` periods of layers a stage, as on a
+    device of ``kind`` (cpu, cuda).
 
     All are traced in one fake world, whose rank takes their places in the pipeline in turn: a block is compiled once.
     Without load balancing the last cp rank has the most attention to do: it is the one that is traced.
@@ -214,5 +215,5 @@ def local(t: Tensor) -> Tensor:
 def batch(config: TrainConfig, device: torch.device) -> train.Batch:
     """Tokens and labels of every accumulation pass."""
     shape = (config.train.local_batch_size, config.data.seq_len)
-    make = lambda: torch.zeros(shape, dtype=torch.int64, device=device)
-    return [(make(), make()) for _ in range(config.accumulation)]
+    one = [torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2 * config.accumulation)]
+    return list(zip(one[::2], one[1::2], strict=True))

@@ -42,14 +42,14 @@ class Group:
     stride: int
 
 
-class Tracer(TorchDispatchMode):
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Everything between ``with tracer:`` goes into ``tracer.trace``.
 
     ``groups``: process group name -> :class:`Group`. ``layer`` and ``module`` are set by hooks on the model.
     """
 
     def __init__(self, groups: dict[str, Group] | None = None):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.groups = groups or {}
         self.started: list[int] = []  # handles of sends and receives that no work stands for yet
@@ -119,8 +119,15 @@ class Tracer(TorchDispatchMode):
         number = self._live.get(key)
         if number is None:
             number = self._allocate(key, storage.nbytes(), category, layer, initial)
-            self._refs[key] = weakref.ref(storage, lambda _, key=key: self._released(key))
+            self._watch(key, storage)
         return number
+
+    def _watch(self, key: int, storage: torch.UntypedStorage) -> None:
+        def released(_: Any) -> None:
+            self._refs.pop(key, None)
+            self._free(key)
+
+        self._refs[key] = weakref.ref(storage, released)
 
     def _allocate(self, key: int, size: int, category: Category, layer: int | None, initial: bool = False) -> int:
         number = len(self.trace.storages)
@@ -157,10 +164,6 @@ class Tracer(TorchDispatchMode):
         for number in self._live.values():
             self._settle(number, None)
 
-    def _released(self, key: int) -> None:
-        self._refs.pop(key, None)
-        self._free(key)
-
     def _free(self, key: int) -> None:
         number = self._live.pop(key, None)
         if number is not None:
@@ -181,7 +184,7 @@ class Tracer(TorchDispatchMode):
         if after:
             self._allocate(key, after, category, None)
             if key not in self._refs:
-                self._refs[key] = weakref.ref(storage, lambda _, key=key: self._released(key))
+                self._watch(key, storage)
 
     def number(self, t: Tensor) -> int | None:
         """The number of a storage that is followed, else None."""
@@ -281,10 +284,9 @@ class Tracer(TorchDispatchMode):
         for end in range(1, length + 1):
             if end < length and labels[end] == labels[start]:
                 continue
-            cut = lambda a, s=start, e=end: a[s:e] if isinstance(a, (list, tuple)) and len(a) == length else a
-            pieces = tuple(cut(a) for a in args)
-            self._emit(name, pieces, {k: cut(v) for k, v in kwargs.items()}, list(outputs[start:end]), mutates,
-                       labels[start])  # fmt: skip
+            pieces = tuple(_piece(a, start, end, length) for a in args)
+            named = {k: _piece(v, start, end, length) for k, v in kwargs.items()}
+            self._emit(name, pieces, named, list(outputs[start:end]), mutates, labels[start])
             start = end
 
     def _emit(
@@ -399,6 +401,11 @@ class Tracer(TorchDispatchMode):
         return self.groups.get(name) or Group("world", *_size_and_stride(name))
 
 
+def _piece(value: Any, start: int, end: int, length: int) -> Any:
+    """The part of a list argument of a foreach call; anything else as it is."""
+    return value[start:end] if isinstance(value, (list, tuple)) and len(value) == length else value
+
+
 def _size_and_stride(name: str) -> tuple[int, int]:
     import torch.distributed as dist
 
@@ -458,7 +465,9 @@ def hooks(tracer: Tracer) -> Iterator[None]:
 
 def _patch_streams(tracer: Tracer, patch: Callable[[Any, str, Any], None]) -> None:
     """torch.cpu's streams and events do nothing; these write down what they would wait for."""
-    number = lambda stream: tracer._stream_numbers.get(id(stream), 0)
+
+    def number(stream: Any) -> int:
+        return tracer._stream_numbers.get(id(stream), 0)
 
     def record_event(self: Any, event: Any = None) -> Any:
         event = torch.cpu.Event() if event is None else event
@@ -521,20 +530,20 @@ def follow_layers(tracer: Tracer, blocks: list[nn.Module], numbers: list[int]) -
             return out
 
         block.__dict__["follow"] = call
-        block.__class__ = _followed(type(block))
+        block.__class__ = _followed(type(block))  # type: ignore[arg-type]
 
 
 @cache
-def _followed(cls: type[nn.Module]) -> type[nn.Module]:
+def _followed(cls: Any) -> Any:
     """A subclass whose calls go through the instance's ``follow``; one for each class, which dynamo compares."""
 
     def call(self: Any, *args: Any) -> Any:
-        return self.follow(super(followed, self).__call__, *args)
+        return self.follow(super(made[0], self).__call__, *args)
 
-    followed = type(cls.__name__, (cls,), {"__call__": call})
-    return followed
+    made: list[Any] = [type(cls.__name__, (cls,), {"__call__": call})]
+    return made[0]
 
 
 def _on_gradient(t: Any, action: Callable[[], None]) -> None:
     if isinstance(t, Tensor) and t.requires_grad:
-        t.register_hook(lambda grad: action())
+        t.register_hook(lambda grad: action())  # type: ignore[no-untyped-call]

@@ -177,7 +177,7 @@ def test_compiled_kernels_are_fewer_and_move_less():
 
 def test_uneven_depth_keeps_its_size():
     """Two stages of a rank grow on their own: 7 and 8 layers from 6 and 6."""
-    spec = spec_of("model.layers=30", "parallel.pp=2", "parallel.schedule=Interleaved1F1B")
+    spec = spec_of("model.layers=30", "parallel.pp=2", "parallel.dp_shard=2", "parallel.schedule=Interleaved1F1B")
     trace = trace_ranks(spec, (0,))[0]
     grown = expand(trace, [7, 8])
     gemms = [(trace.table[a].kind == "gemm") for a in grown.arg[grown.kind == Event.OP.value]]
