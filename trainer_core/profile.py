@@ -41,5 +41,5 @@ class Profiler:
             self.profile.export_chrome_trace(str(self.folder / f"rank{self.rank}.pt.trace.json.gz"))
             if self.cuda:
                 snapshot = str(self.folder / f"rank{self.rank}.memory.pickle")
-                torch.cuda.memory._dump_snapshot(snapshot)  # type: ignore[no-untyped-call]
+                torch.cuda.memory._dump_snapshot(snapshot)
                 torch.cuda.memory._record_memory_history(enabled=None)

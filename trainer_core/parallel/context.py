@@ -35,7 +35,8 @@ _aten = torch.ops.aten
 def apply_cp(model: Decoder, mesh: DeviceMesh, p: ParallelConfig) -> None:
     """Replace the attention core of every block; ``mesh`` is [cp]."""
     for block in model.layers.values():
-        block.attention.core = Ulysses(mesh) if p.cp_method == "ulysses" else GatheredAttention(mesh, p)
+        attention = block.get_submodule("attention")
+        attention.core = Ulysses(mesh) if p.cp_method == "ulysses" else GatheredAttention(mesh, p)
 
 
 def positions(seq_len: int, rank: int, p: ParallelConfig) -> Tensor:

@@ -33,7 +33,7 @@ def apply_fsdp(model: Decoder, mesh: DeviceMesh, config: TrainConfig) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    _prefetch(blocks, p.fsdp_prefetch)
+    _prefetch([block for block in blocks if isinstance(block, FSDPModule)], p.fsdp_prefetch)
 
 
 def _prefetch(blocks: list[FSDPModule], on: bool) -> None:
