@@ -172,7 +172,7 @@ def test_compiled_kernels_are_fewer_and_move_less():
     ops = [[r[1] for r in rows(t)[1] if isinstance(r[1], Op) and r[1].kind != "gemm"] for t in (eager, compiled)]
     moved = [sum(op.bytes_read + op.bytes_written for op in own) for own in ops]
     assert len(ops[1]) < len(ops[0])
-    assert moved[1] < 0.7 * moved[0]
+    assert moved[1] < 0.8 * moved[0]
 
 
 def test_uneven_depth_keeps_its_size():
