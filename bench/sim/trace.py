@@ -28,7 +28,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from bench.sim import program, stages
 from bench.sim.compiled import Current, as_kernels
 from bench.sim.events import Trace
-from bench.sim.tracer import Group, Tracer, follow_layers, follow_modules, hooks
+from bench.sim.hooks import follow_layers, follow_modules, hooks
+from bench.sim.tracer import Group, Tracer
 from bench.spec import ProgramConfig, RunSpec
 from trainer_core import train
 from trainer_core.config import TrainConfig

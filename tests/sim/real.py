@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from bench.sim.events import Event
+from bench.sim.hooks import hooks
 from bench.sim.memory import Lifetimes, live_peak
 from bench.sim.trace import batch, without_collector
-from bench.sim.tracer import Event, Tracer, hooks
+from bench.sim.tracer import Tracer
 from trainer_core import train
 from trainer_core.config import TrainConfig
 from trainer_core.evidence import CollectiveCounter
