@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ LOCAL = ROOT / "tests" / "slurm" / "local.py"
 PLANTED = ROOT / "tests" / "slurm" / "planted"
 TINY = ["model.dim=32", "model.layers=2", "model.heads=2", "model.kv_heads=2", "model.ffn_dim=32", "data.seq_len=32",
         "train.local_batch_size=2", "train.warmup_steps=1", "data.corpus=synthetic", "precision=fp32"]  # fmt: skip
+SETTLE_S = 8.0
 Fault = dict[str, Any]
 
 
@@ -32,6 +33,8 @@ class Slurm:
 
     folder: Path
     env: dict[str, str]
+    requeued: dict[str, float] = field(default_factory=dict)
+    """Jobs that wait after a requeue: since when we know of it."""
 
     @classmethod
     def start(cls, folder: Path) -> Slurm:
@@ -81,11 +84,12 @@ class Slurm:
             time.sleep(1)
 
     def hurry(self) -> None:
-        """Have requeued jobs start now: by themselves they wait for two minutes."""
-        for line in self.call("squeue", "-h", "-r", "-t", "PD", "-o", "%i|%r").splitlines():
-            job_id, reason = line.split("|")
-            if reason == "BeginTime":
-                self.call("scontrol", "update", f"JobId={job_id}", "StartTime=now")
+        """Have requeued jobs start after SETTLE_S instead of two minutes: slurmd still clears the last attempt away."""
+        rows = [line.split("|") for line in self.call("squeue", "-h", "-r", "-t", "PD", "-o", "%i|%r").splitlines()]
+        waiting = [job_id for job_id, reason in rows if reason == "BeginTime"]
+        self.requeued = {job_id: self.requeued.get(job_id, time.monotonic()) for job_id in waiting}
+        for job_id in [job_id for job_id, since in self.requeued.items() if time.monotonic() - since > SETTLE_S]:
+            self.call("scontrol", "update", f"JobId={job_id}", "StartTime=now")
 
     def finish(self, results: Path, seconds: float = 240) -> dict[int, RunResult]:
         """The stored results by seed once no point lives any more, and no process of them is left."""

@@ -40,7 +40,8 @@ CURVE = 50
 """The seed of the points that are interrupted: each is compared with one unbroken run."""
 INTERRUPTED = ["parallel.dp_shard=2", "train.steps=16", f"train.seed={CURVE}", ROOMY]
 SLOW, SLOWER = {CURVE: {"step_s": 3}}, {CURVE: {"step_s": 5}}
-ONE_MINUTE = ["cluster.time_min=1", "cluster.signal_s=20"]
+ONE_MINUTE = ["cluster.time_min=1", "cluster.signal_s=10"]
+"""SLURM looks at its limits every half minute, so the warning comes after 20 to 50 s."""
 PATIENCE_S = 600
 Rows = dict[str, dict[int, RunResult]]
 """scene -> seed -> result."""
@@ -73,9 +74,9 @@ def submit_all(slurm: Slurm, root: Path) -> str:
     go = slurm.submit
     go(root / "node", *INTERRUPTED, "checkpoint.every=1", "cluster.partition=spare", faults=SLOWER)
     go(root / "node_once", *INTERRUPTED, "cluster.partition=spare", "cluster.max_attempts=1", faults=SLOWER)
-    go(root / "limit", *INTERRUPTED, *ONE_MINUTE, "cluster.max_attempts=6", faults=SLOW)
+    go(root / "limit", *INTERRUPTED, *ONE_MINUTE, "cluster.max_attempts=8", faults=SLOW)
     go(root / "given_up", *INTERRUPTED, *ONE_MINUTE, "cluster.max_attempts=1", faults=SLOWER)
-    go(root / "deaf", *TWO_RANKS, *ONE_MINUTE, ROOMY, faults={0: {"kind": "block", "rank": 1, "step": 3}})
+    go(root / "deaf", *TWO_RANKS, *ONE_MINUTE, "cluster.signal_s=1", ROOMY, faults={0: {"kind": "block", "rank": 1, "step": 3}})
     go(root / "preempted", *INTERRUPTED, "cluster.partition=low", "cluster.cpus_per_task=16", faults=SLOW)
     (array,) = go(root / "array", *ARRAY, "cluster.mem=2500M", faults=FAULTS)
     if (root / "full").is_mount():
@@ -136,7 +137,7 @@ def curve(ended: Rows, root: Path) -> list[float]:
 def test_interrupted_runs_go_on_on_the_same_curve(ended: Rows, root: Path, curve: list[float], scene: str) -> None:
     """A time limit, a preemption by a higher partition, a lost node: every step once, with the unbroken run's loss."""
     row = ended[scene][CURVE]
-    assert row.status == "ok" and row.attempts >= 2
+    assert row.status == "ok" and row.attempts >= 2, row.reason
     mine = steps(root / scene, row)
     assert [s["step"] for s in mine] == list(range(1, 17))
     assert [s["loss"] for s in mine] == pytest.approx(curve, rel=1e-6)
