@@ -15,7 +15,7 @@ GLOB_70b = *_70b_*
 GLOB_405b = *_405b_*
 GLOB_published = *
 
-.PHONY: help setup bench $(PUBLISHED:%=bench-%) bench-gpu gate budgets test lint slurm-up slurm-down clean
+.PHONY: help setup bench $(PUBLISHED:%=bench-%) budgets test lint slurm-up slurm-down clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[^\t#].*:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,13 +46,6 @@ else
 	[ $$code -le 1 ] || exit $$code; \
 	$(PY) -m reports build $(RESULTS)/bench-$* -o build/report-$* && exit $$code
 endif
-
-bench-gpu: $(READY)  ## on a machine with GPUs: calibrate, predict, then measure the ladder of techniques
-	@$(PY) -m bench gpu -o $(RESULTS)/bench-gpu
-
-gate: $(READY)  ## compare this tree with BASE=revision; exit 1 on a regression, 3 without a verdict
-	@[ -n "$(BASE)" ] || { echo "make gate BASE=REVISION"; exit 2; }
-	@$(PY) -m bench pair --base $(BASE) --head HEAD -o $(RESULTS)/pair && $(PY) -m reports gate --base $(RESULTS)/pair --head $(RESULTS)/pair
 
 budgets: $(READY)  ## measure every promised time and size limit: build/budgets.json
 	@$(PY) -m pytest -m budget --timeout 1800

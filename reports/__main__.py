@@ -20,7 +20,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     diff.add_argument("runs", nargs=2, metavar="RUN", help="a run's folder, or a run id below --results")
     diff.add_argument("--results", type=Path, default=Path("results"), help="default: %(default)s")
     diff.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    judged = commands.add_parser("verdicts", help="published figures that the runs answer: do they hold?")
+    judged.add_argument("results", type=Path, help="a results folder")
+    judged.add_argument("--json", action="store_true", help="one JSON document on stdout")
     args = parser.parse_args(argv)
+    if args.command == "verdicts":
+        return _verdicts(args.results, args.json)
     return _build(args.results, args.out) if args.command == "build" else _diff(args.runs, args.results, args.json)
 
 
@@ -36,6 +41,16 @@ def _build(results: Path, out: Path) -> int:
         return 0
     print(f"{results} holds no run: the report says so and nothing else", file=sys.stderr)
     return 2
+
+
+def _verdicts(results: Path, as_json: bool) -> int:
+    if not results.is_dir():
+        print(f"{results} is no folder: give the folder of a sweep over published rows", file=sys.stderr)
+        return 2
+    from reports.verdicts import verdicts, write
+
+    write(verdicts(results), as_json)
+    return 0
 
 
 def _diff(runs: Sequence[str], results: Path, as_json: bool) -> int:
