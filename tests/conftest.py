@@ -41,14 +41,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 BUDGETS = pytest.StashKey[list[dict[str, Any]]]()
 
 
+LENIENCE = 3
+"""In the whole suite other tests load the machine, so a limit may be exceeded so many times; ``make budgets`` holds it."""
+
+
 @pytest.fixture
 def budget(request: pytest.FixtureRequest) -> Callable[[str, float, float, str], None]:
     """``budget(name, measured, limit, unit)``: record a promised limit, and fail where it is exceeded."""
     rows = request.config.stash.setdefault(BUDGETS, [])
+    factor = 1 if request.config.getoption("markexpr") == "budget" else LENIENCE
 
     def hold(name: str, measured: float, limit: float, unit: str) -> None:
         rows.append({"name": name, "limit": limit, "measured": measured, "unit": unit, "ok": measured <= limit})
-        assert measured <= limit, f"{name}: {measured:.3g} {unit}, the limit is {limit:g} {unit}"
+        assert measured <= limit * factor, f"{name}: {measured:.3g} {unit}, the limit is {limit:g} {unit}"
 
     return hold
 
