@@ -42,7 +42,7 @@ BUDGETS = pytest.StashKey[list[dict[str, Any]]]()
 
 
 LENIENCE = 3
-"""In the whole suite other tests load the machine, so a limit may be exceeded so many times; ``make budgets`` holds it."""
+"""In the whole suite other tests load the machine, so a limit may be exceeded so many times; make budgets holds it."""
 
 
 @pytest.fixture
