@@ -132,9 +132,10 @@ def pieces(ring: Ring, step: int) -> tuple[int, int, bool] | None:
 
 
 def pass_on(flat: Tensor, ring: Ring) -> Tensor:
-    """An all-to-all in which every rank sends to the next; not waited for."""
-    splits = [flat.numel() // ring.cp] * ring.cp
-    out: Tensor = _c10d.all_to_all_single(flat, splits, splits, ring.group)
+    """An all-to-all in which every rank sends all it has to the next; not waited for."""
+    to, whence = ((ring.rank + step) % ring.cp for step in (1, -1))
+    sent, received = ([flat.numel() if rank == peer else 0 for rank in range(ring.cp)] for peer in (to, whence))
+    out: Tensor = _c10d.all_to_all_single(flat, received, sent, ring.group)
     return out
 
 

@@ -41,9 +41,13 @@ class Case:
         return self.spec.config.tokens_per_step / self.spec.world_size / self.seconds(constants)
 
     @property
+    def piped(self) -> bool:
+        return self.spec.config.parallel.pp > 1
+
+    @property
     def trains(self) -> bool:
         device = hardware.load(self.spec.hardware.device)
-        return (self.row.fault is None and TPS in self.row.figures and self.spec.config.parallel.pp == 1
+        return (self.row.fault is None and TPS in self.row.figures and not self.piped
                 and device.kind == "cuda" and device.like is None)  # fmt: skip
 
     @property
@@ -171,7 +175,8 @@ def unseen(result: Fidelity, cases: Sequence[Case]) -> Fidelity:
                 continue
             error = found.value / figure.value - 1
             half = found.spread * fitting.interval_factor(
-                (math.log1p(s.error_workload), s.spread) for s in result.scored(metric))  # fmt: skip
+                (math.log1p(s.error_workload), s.spread) for s in result.scored(metric)
+                if s.case.piped == case.piped)  # fmt: skip
             new.append(Score(case, metric, figure.value, found.value, found.spread, error, error, error,
                              found.value * math.exp(-half), found.value * math.exp(half)))  # fmt: skip
     return Fidelity(new, result.fit, {}, result.trained)
@@ -187,11 +192,15 @@ def _held_out(lines: Sequence[Line], trained: set[str], everything: Fit, key: Ca
 
 
 def _with_intervals(scores: list[Score]) -> list[Score]:
-    """80 % intervals: a row's spread, times what the held-out errors of *other* workloads say about such spreads."""
+    """80 % intervals: a row's spread, times what the held-out errors of *other* workloads say about such spreads.
+
+    Pipelines, on which nothing is fitted, are judged by other pipelines.
+    """
     out = []
     for s in scores:
         others = [(math.log1p(o.error_workload), o.spread) for o in scores if o.metric == s.metric
-                  and o.case.row.workload != s.case.row.workload and o.case.row.fault is None]  # fmt: skip
+                  and o.case.piped == s.case.piped and o.case.row.workload != s.case.row.workload
+                  and o.case.row.fault is None]  # fmt: skip
         half = fitting.interval_factor(others) * s.spread
         out.append(Score(**{**vars(s), "low": s.predicted * math.exp(-half), "high": s.predicted * math.exp(half)}))
     return out
