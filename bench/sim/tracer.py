@@ -32,6 +32,11 @@ class Group:
     stride: int
 
 
+def _to_one(splits: Any) -> bool:
+    """Whether an all-to-all's split sizes send everything to a single rank: a permutation, as torch writes it."""
+    return isinstance(splits, (list, tuple)) and len(splits) > 1 and sum(s != 0 for s in splits) == 1
+
+
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Everything between ``with tracer:`` goes into ``tracer.trace``.
 
@@ -350,6 +355,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.add(Event.WAIT, handle, 0)
             return
         kind: CollectiveKind | None = COLLECTIVE_KINDS.get(name, "all_to_all" if namespace == "_dtensor" else None)  # type: ignore[assignment]
+        if kind == "all_to_all" and any(_to_one(a) for a in args):
+            kind = "send"
         outputs = list(kernels.tensors(out))
         functional = namespace != "c10d"
         if functional:
