@@ -16,7 +16,9 @@ def apply_compile(model: Decoder, config: TrainConfig) -> None:
     if config.parallel.async_tp == "on":
         torch._inductor.config._micro_pipeline_tp = True
     for block in model.layers.values():
-        block.compile(fullgraph=not graph_break)
+        # a checkpointed region with a graph break inside is not compiled at all: there the compiled block goes inside
+        inner = getattr(block, "_checkpoint_wrapped_module", block) if graph_break else block
+        inner.compile(fullgraph=not graph_break)
 
 
 def fused_async_tp() -> int:
