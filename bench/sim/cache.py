@@ -111,6 +111,10 @@ def _make(spec: RunSpec, kind: str) -> dict[int, Trace]:
     if c.precision.float8 == "mxfp8" and kind == "cuda":
         raise Unsupported("precision.float8=mxfp8 can not be simulated on a GPU: torchao's MXFP8 kernels are Triton's, "
                           "which has no stand-in on a machine without one")  # fmt: skip
+    if c.compile.enable and c.ac.mode == "selective" and c.parallel.cp > 1 and c.parallel.cp_method != "ulysses":
+        raise Unsupported("compile.enable with ac.mode=selective and parallel.cp_method="
+                          f"{c.parallel.cp_method} can not be simulated: the policy's operators lie inside compiled "
+                          "graphs that the tracer sees only whole; ac.mode=full or none can")  # fmt: skip
     wanted = periods(c)
     ranks = tuple(sorted({_like(r, c) for r in range(c.parallel.pp)}))
     for depth in (DEPTH, DEPTH + 2):
