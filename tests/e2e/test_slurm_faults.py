@@ -76,7 +76,8 @@ def submit_all(slurm: Slurm, root: Path) -> str:
     go(root / "node_once", *INTERRUPTED, "cluster.partition=spare", "cluster.max_attempts=1", faults=SLOWER)
     go(root / "limit", *INTERRUPTED, *ONE_MINUTE, "cluster.max_attempts=8", faults=SLOW)
     go(root / "given_up", *INTERRUPTED, *ONE_MINUTE, "cluster.max_attempts=1", faults=SLOWER)
-    go(root / "deaf", *TWO_RANKS, *ONE_MINUTE, "cluster.signal_s=1", ROOMY, faults={0: {"kind": "block", "rank": 1, "step": 3}})
+    deaf = {0: {"kind": "block", "rank": 1, "step": 3}}
+    go(root / "deaf", *TWO_RANKS, *ONE_MINUTE, "cluster.signal_s=1", ROOMY, faults=deaf)
     go(root / "preempted", *INTERRUPTED, "cluster.partition=low", "cluster.cpus_per_task=16", faults=SLOW)
     (array,) = go(root / "array", *ARRAY, "cluster.mem=2500M", faults=FAULTS)
     if (root / "full").is_mount():
