@@ -37,6 +37,7 @@ ADVICE = {
     "invalid qos": "choose one that `sacctmgr show qos` lists: cluster.qos=NAME",
     "requested node configuration is not available": "no node has so many GPUs, CPUs or so much memory: see `sinfo -N "
     "-o '%N %c %m %G'`, and set or leave out cluster.gpus_per_node, cluster.cpus_per_task, cluster.mem",
+    "memory specification can not be satisfied": "no node has so much memory (`sinfo -o '%N %m'`): set cluster.mem",
     "requested time limit": "cluster.time_min is above the partition's limit: see `sinfo -o '%P %l'`",
     "invalid generic resource": "the site names its GPUs otherwise (`sinfo -o '%N %G'`): set cluster.gpu_type, or "
     "cluster.gpu_request=gres or none",

@@ -128,7 +128,7 @@ def test_sbatch_reads_hostile_values_back(slurm: Slurm, tmp_path: Path) -> None:
     ("change", "told"),
     [
         ("cluster.partition=nosuch", ("invalid partition", "cluster.partition=NAME")),
-        ("cluster.mem=500G", ("can not be satisfied", "cluster.mem")),
+        ("cluster.constraint=nosuch", ("invalid feature", "cluster.constraint=NAME")),
         ("cluster.sbatch_args.nonsense=1", ("unrecognized option", "cluster.sbatch_args")),
     ],
 )
