@@ -67,7 +67,9 @@ def document(result: Fidelity, wall_s: float) -> dict[str, Any]:
         "groups": result.groups(),
         "pairs": result.pairs(),
         "coverage_80": result.coverage(),
-        "median_half_width": {m: result.half_width(m) for m in (TPS, MEMORY) if result.scored(m)},
+        "median_half_width": result.half_width(),
+        "by_metric": {m: {"coverage_80": result.coverage(m), "median_half_width": result.half_width(m)}
+                      for m in (TPS, MEMORY) if result.scored(m)},
         "constants": scores.constants(result, fitted_device(result)),
         "folds": {name: {c: getattr(constants, c) for c in CONSTANTS} for name, constants in result.folds.items()},
         "wall_s": wall_s,

@@ -105,9 +105,10 @@ class Fidelity:
     def scored(self, metric: str) -> list[Score]:
         return [s for s in self.scores if s.metric == metric and s.case.row.fault is None]
 
-    def half_width(self, metric: str) -> float:
-        """Median relative half-width of the intervals."""
-        return statistics.median((s.high - s.low) / 2 / s.predicted for s in self.scored(metric))
+    def half_width(self, metric: str | None = None) -> float:
+        """Median relative half-width of the intervals of one metric, or of all."""
+        asked = [s for m in (TPS, MEMORY) if metric in (None, m) for s in self.scored(m)]
+        return statistics.median((s.high - s.low) / 2 / s.predicted for s in asked)
 
     def coverage(self, metric: str | None = None) -> float:
         asked = [s for m in (TPS, MEMORY) if metric in (None, m) for s in self.scored(m)]
