@@ -35,7 +35,7 @@ def cases(rows: Sequence[Published]) -> tuple[list[Case], dict[str, str]]:
     from bench.sim.cache import Unsupported, traces_of
 
     specs = [row.spec() for row in rows]
-    workers = min(os.cpu_count() or 1, len(specs))
+    workers = max(1, min(os.cpu_count() or 1, len(specs)))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(_warm, specs))
     found, failed = [], {}
@@ -173,10 +173,11 @@ def main(args: argparse.Namespace) -> int:
         own = {case.row.id for case in found}
         more, unsupported = cases([row for row in extra if row.id not in own])
         failed |= unsupported
-        new = scores.unseen(result, more)
-        console.print(score_table(new, f"Rows of {args.rows}, none of them fitted"))
-        console.print(group_table(new))
-        result.scores += new.scores
+        if more:
+            new = scores.unseen(result, more)
+            console.print(score_table(new, f"Rows of {args.rows}, none of them fitted"))
+            console.print(group_table(new))
+            result.scores += new.scores
         for name, reason in skipped.items():
             console.print(f"skipped {name}: {reason}", highlight=False)
     for name, reason in failed.items():
