@@ -75,7 +75,7 @@ class ProgramConfig:
     cat(K, V) a pass, or an all-to-all a ring step. ``cp_dkv_fp32``: the gradients of K and V travel in fp32, one
     all-to-all a ring step, the last one exposed. ``stage_outputs_kept``: every pipeline stage keeps the outputs of all
     microbatches until the step ends. ``pp_lockstep``: the interleaved schedule goes slot by slot, each slot waiting
-    for its neighbours' transfers. ``root_resharded``: the root's parameters are freed after forward, and gathered again.
+    for its neighbours' transfers. ``root_resharded``: the root's parameters are freed after forward and gathered again.
     ``rope_complex``: the rotary embedding is complex arithmetic in fp32, which the compiler does not fuse.
     """
 
