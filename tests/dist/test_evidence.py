@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.pipelining.schedules import get_schedule_class
+import torch.distributed.pipelining
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.dist.curves import collectives, tiny
@@ -18,6 +19,7 @@ from trainer_core.data import open_corpus
 from trainer_core.parallel import context
 from trainer_core.parallel.activation import SAVED_OPS
 from trainer_core.parallel.context import gather_pieces, ring_pieces
+from trainer_core.parallel.pipeline import actions
 from trainer_core.train import Trainer, setup
 
 FP32 = 4
@@ -141,35 +143,56 @@ def test_balanced_ranks_do_equal_attention(method: str, cp: int) -> None:
         assert (max(work) / min(work) <= 1.05) is balance, work
 
 
-def pipeline(config: TrainConfig) -> tuple[list[int], list[str], dict[int, list[str]]]:
-    """Layers held, compute actions in the order in which this rank ran them, and torch's table."""
+def pipeline(config: TrainConfig) -> tuple[list[int], list[str], list[str]]:
+    """Layers held; the forwards (F), backwards (B, or input I and weight W apart) that this rank ran in a step, as
+    ``<stage><kind><microbatch>``; and what torch's table says, empty where it has none."""
     trainer, ran = setup(config, torch.device("cpu")), []
-    for stage, model in trainer.stages.items():
-        model.register_forward_hook(lambda *_, s=stage: ran.append(f"{s}F"))
-    corpus = open_corpus(config)
-    for step in (1, 2):
-        ran.clear()
-        trainer.train_step(step, corpus.batches(step, trainer.mesh.dp_rank, 1))
-    from trainer_core.parallel.pipeline import actions
+    stage_type = torch.distributed.pipelining.PipelineStage
+    originals = {name: getattr(stage_type, f"{name}_one_chunk") for name in ("forward", "backward", "backward_weight")}
 
-    return [int(i) for part in trainer.parts for i in part.layers], ran, actions(trainer.schedule)
+    def watch(name: str) -> Any:
+        def call(self: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
+            kind = {"forward": "F", "backward_weight": "W"}.get(name) or "IB"[kwargs.get("full_backward", True)]
+            ran.append(f"{self.stage_index}{kind}{chunk}")
+            return originals[name](self, chunk, *args, **kwargs)
+
+        return call
+
+    for name in originals:
+        setattr(stage_type, f"{name}_one_chunk", watch(name))
+    try:
+        corpus = open_corpus(config)
+        for step in (1, 2):
+            ran.clear()
+            trainer.train_step(step, corpus.batches(step, trainer.mesh.dp_rank, 1))
+    finally:
+        for name, original in originals.items():
+            setattr(stage_type, f"{name}_one_chunk", original)
+    table = actions(trainer.schedule).get(trainer.mesh.rank("pp"), [])
+    planned = [action for row in table for action in re.findall(r"\d+[FIBW]\d+", row)]
+    return [int(i) for part in trainer.parts for i in part.layers], ran, planned
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", *MULTI_STAGE_SCHEDULES])
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", *MULTI_STAGE_SCHEDULES])
 def test_pipeline_stages_and_actions(pool: Pool, schedule: str) -> None:
-    """Layers a rank as stage_layers says, every layer once; forwards in the order of torch's own table."""
-    config = tiny(parallel={"pp": 2, "schedule": schedule})
+    """Layers a rank as stage_layers says, every layer once. What ran is torch's own table; the two schedules that torch
+    runs without one are held to their definition."""
+    config = tiny(parallel={"pp": 2, "schedule": schedule, "microbatches": 4})
     stages = config.stage_layers()
     ranks = pool.run(pipeline, 2, config)
     assert sorted(layer for held, *_ in ranks for layer in held) == list(range(config.model.layers))
-    for number, (held, ran, table) in enumerate(ranks):
+    for number, (held, ran, planned) in enumerate(ranks):
         assert held == [layer for stage in config.rank_stages(number) for layer in stages[stage]]
-        if schedule != "1F1B":
-            steps = [s for action in table[number] for s in action.replace(";", " ").split() if s != "None"]
-            expected = [f"{''.join(c for c in a if c.isdigit())[:1]}F" for a in steps if "F" in a and "SEND" not in a]
-            assert ran == expected or schedule == "DualPipeV", (ran, expected)
-            assert Counter(ran) == {f"{s}F": config.parallel.microbatches for s in config.rank_stages(number)}
-    assert get_schedule_class(schedule) is not None
+        if schedule in MULTI_STAGE_SCHEDULES:
+            assert ran == planned
+        elif schedule == "GPipe":
+            assert ran == [f"{number}F{i}" for i in range(4)] + [f"{number}B{i}" for i in range(4)]
+        else:
+            ahead = 2 - number
+            steady = [f"{number}{kind}{i}" for i in range(4 - ahead) for kind in ("B", "F")]
+            steady = [x if "B" in x else f"{number}F{int(x[-1]) + ahead}" for x in steady]
+            drain = [f"{number}B{i}" for i in range(4 - ahead, 4)]
+            assert ran == [f"{number}F{i}" for i in range(ahead)] + steady + drain
 
 
 class Storages(TorchDispatchMode):
