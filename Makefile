@@ -44,7 +44,7 @@ ifdef CLUSTER
 else
 	@$(PY) -m sweeps "published=glob('$(GLOB_$*)')" engine=simulate results=$(RESULTS)/bench-$*; code=$$?; \
 	[ $$code -le 1 ] || exit $$code; \
-	$(PY) -m reports build $(RESULTS)/bench-$* -o build/report-$* && exit $$code
+	$(PY) -m reports build $(RESULTS)/bench-$* -o build/report-$* && $(PY) -m reports verdicts $(RESULTS)/bench-$* && exit $$code
 endif
 
 budgets: $(READY)  ## measure every promised time and size limit: build/budgets.json

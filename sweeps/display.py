@@ -101,9 +101,11 @@ def print_summary(outcomes: Sequence[Outcome], results: Path) -> None:
     shown = outcomes if len(outcomes) <= ROWS_SHOWN else [o for o in outcomes if o.status != "ok"]
     if len(outcomes) > 1 and shown:
         console.print(_table(shown, results))
-    versions = {o.row.code_id for o in outcomes if o.row and o.status == "ok"}
-    if len(versions) > 1:
-        text = f"{len(versions)} versions of the code made these figures: the same command again runs the older ones"
+    # a code_id covers the device's file, so each device has its own
+    made = {(o.row.spec["hardware"]["device"], o.row.code_id) for o in outcomes if o.row and o.status == "ok"}
+    versions = len(made) - len({device for device, _ in made}) + 1
+    if versions > 1:
+        text = f"{versions} versions of the code made these figures: the same command again runs the older ones"
         console.print(text, soft_wrap=True)
     for o in outcomes:
         if o.status not in ("ok", "not run"):
