@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,8 +85,10 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from bench.cli import emit, spec_of
+    from bench.cli import UsageError, emit, spec_of
 
+    if not (args.tps_per_gpu > 0 and math.isfinite(args.tps_per_gpu)):
+        raise UsageError(f"--tps-per-gpu {args.tps_per_gpu}: a throughput is a positive number")
     spec = spec_of([*args.overrides, *([f"hardware={args.device}"] if args.device else [])])
     found = compute(args.tps_per_gpu, spec)
     mfu, hfu = found.mfu or {}, found.hfu or {}

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -119,9 +120,9 @@ class RunSpec:
         if problems:
             raise ConfigError([_with_all_sections(p, sections) for p in problems])
         rest = parts["_Own"]
-        if rest.run.repeats < 1:
-            raise ConfigError([Problem("run.repeats", rest.run.repeats, f"run.repeats={rest.run.repeats}: at least 1",
-                                       nearest=1)])  # fmt: skip
+        problems = _run_problems(rest.run)
+        if problems:
+            raise ConfigError(problems)
         return cls(resolve(parts["TrainConfig"]), **{f.name: getattr(rest, f.name) for f in fields(_Own)})
 
     @property
@@ -173,6 +174,19 @@ class _Own:
     program: ProgramConfig = field(default_factory=ProgramConfig)
     engine: Engine = "measure"
     published: str | None = None
+
+
+def _run_problems(run: RunOptions) -> list[Problem]:
+    """Limits that would end every run at once, or never."""
+    problems = []
+    if run.repeats < 1:
+        problems.append(Problem("run.repeats", run.repeats, f"run.repeats={run.repeats}: at least 1", nearest=1))
+    for name in ("hang_s", "wall_s", "memory_limit_gib"):
+        value, default = getattr(run, name), getattr(RunOptions(), name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            message = f"run.{name}={value}: a limit is a positive number"
+            problems.append(Problem(f"run.{name}", value, message, nearest="null" if default is None else default))
+    return problems
 
 
 def _with_all_sections(problem: Problem, sections: list[str]) -> Problem:

@@ -159,3 +159,13 @@ def test_check_uses_the_device():
     assert specs.check(spec)[0] == []
     errors, _ = specs.check(replace(spec, hardware=replace(spec.hardware, device="h100_80g")))
     assert [e.key for e in errors] == ["precision.float8"]
+
+
+@pytest.mark.parametrize(
+    "text", ["run.wall_s=-1", "run.wall_s=nan", "run.hang_s=0", "run.memory_limit_gib=-3", "run.repeats=0"]
+)
+def test_limits_are_positive(text):
+    """A limit that ends every run at once, or never, is refused before anything starts."""
+    with pytest.raises(ConfigError) as error:
+        from_overrides([text])
+    assert error.value.problems[0].key == text.split("=")[0] and error.value.problems[0].nearest is not None
