@@ -1,4 +1,4 @@
-"""``python -m reports``: results in; a page, tables and figures out. Exit codes: 0 done, 2 nothing to report on."""
+"""``python -m reports``: results in; page, tables, figures out. Exit codes: 0 done, 2 nothing to do or to write to."""
 
 from __future__ import annotations
 
@@ -35,7 +35,12 @@ def _build(results: Path, out: Path) -> int:
         return 2
     from reports.build import build
 
-    made = build(results, out)
+    try:
+        made = build(results, out)
+    except OSError as error:
+        why = f"{error.strerror or error}: {error.filename or out}"
+        print(f"{out} can not be written ({why}): give -o a folder that you may write into", file=sys.stderr)
+        return 2
     print(out / "index.html")
     if made.points:
         return 0

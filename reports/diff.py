@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.result import METRICS, RunResult, Value
-from bench.store import RunDir, load_result, run_dirs
+from bench.store import RESULT, RunDir, load_result, run_dirs
 from reports import interval, strategy, table
 
 
@@ -19,6 +19,9 @@ def locate(run: str, results: Path) -> RunResult:
     for folder in folders:
         try:
             found.append(load_result(folder))
+        except FileNotFoundError:
+            hint = f": give one of its repeats, such as {below[0].path}" if (below := run_dirs(folder.path)) else ""
+            faults.append(f"{folder.path} holds no {RESULT}{hint}")
         except (OSError, ValueError) as error:
             faults.append(f"{folder.path}: {error}")
     if found:

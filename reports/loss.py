@@ -206,7 +206,8 @@ def precision_losses(points: Sequence[Point]) -> list[Precision]:
         plain = [p for p in members if p.flat["precision.float8"] == "off"]
         for kind in ("fp32", "bf16"):
             base = next((p for p in plain if p.flat["precision.param"] == kind), None)
-            others = [p for p in members if p is not base and p.flat["precision.param"] in (kind, "bf16")]
+            others = [p for p in members if p.flat["precision.param"] in (kind, "bf16")
+                      and (p.flat["precision.param"], p.flat["precision.float8"]) != (kind, "off")]  # fmt: skip
             if base is not None:
                 out += [_cost(p, base) for p in others]
                 break

@@ -19,6 +19,9 @@ MEMORY = {"peak_active_gib": "active", "peak_reserved_gib": "reserved", "peak_rs
 WORDS = {"measure": "measured", "simulate": "simulated"}
 """The word that stands beside every figure of an engine."""
 
+UNKNOWN = "unknown"
+"""The machine of a run that stored none."""
+
 
 @dataclass(frozen=True)
 class Scope:
@@ -30,11 +33,25 @@ class Scope:
     code_id: str
 
     @property
-    def text(self) -> str:
-        where = [] if self.engine == "simulate" else [f"machine {self.machine}"]
-        return " · ".join(
-            [WORDS.get(self.engine, self.engine), self.device, *where, f"code {self.code_id or 'unknown'}"]
+    def whole(self) -> bool:
+        return self.machine != UNKNOWN and bool(self.code_id)
+
+    def may_be(self, other: Scope) -> bool:
+        """All that is known of this one equals the other's."""
+        return (
+            (self.engine, self.device) == (other.engine, other.device)
+            and self.machine in (UNKNOWN, other.machine)
+            and self.code_id in ("", other.code_id)
         )
+
+    @property
+    def where(self) -> str:
+        machine = [] if self.engine == "simulate" else [f"machine {self.machine}"]
+        return " · ".join([*machine, f"code {self.code_id or UNKNOWN}"])
+
+    @property
+    def text(self) -> str:
+        return " · ".join([WORDS.get(self.engine, self.engine), self.device, self.where])
 
 
 @dataclass(frozen=True)
@@ -43,10 +60,17 @@ class Run:
 
     path: Path
     result: RunResult
+    flat: dict[str, Any]
 
     @property
     def machine(self) -> str:
-        return str(self.result.environment.get("fingerprint") or "unknown")
+        return str(self.result.environment.get("fingerprint") or UNKNOWN)
+
+    @property
+    def scope(self) -> Scope:
+        r = self.result
+        machine = "" if r.engine == "simulate" else self.machine
+        return Scope(r.engine, str(self.flat["hardware.device"]), machine, r.code_id)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +80,7 @@ class Point:
     runs: tuple[Run, ...]
     flat: dict[str, Any]
     name: str
+    scope: Scope
 
     @cached_property
     def head(self) -> Run:
@@ -84,11 +109,6 @@ class Point:
     @property
     def simulated(self) -> bool:
         return self.engine == "simulate"
-
-    @cached_property
-    def scope(self) -> Scope:
-        machine = "" if self.simulated else self.head.machine
-        return Scope(self.engine, str(self.flat["hardware.device"]), machine, self.result.code_id)
 
     @cached_property
     def identity(self) -> tuple[tuple[str, Any], ...]:
@@ -135,17 +155,23 @@ class Point:
 
 
 def load(results: Path) -> list[Point]:
-    """The points below ``results``, in the order in which they lie there."""
-    groups: dict[tuple[str, ...], list[Run]] = {}
-    for folder, r in store.rows(results):
-        run = Run(folder.path, r)
-        key = (r.run_id, r.engine, r.code_id, "" if r.engine == "simulate" else run.machine)
-        groups.setdefault(key, []).append(run)
-    flats = [strategy.flatten(runs[0].result.spec) for runs in groups.values()]
+    """The points below ``results``, in the order in which they lie there.
+
+    A run that ended before it stored its machine or code joins the one scope here that it may be of.
+    """
+    all_runs = [Run(folder.path, r, strategy.flatten(r.spec)) for folder, r in store.rows(results)]
+    known = list(dict.fromkeys(run.scope for run in all_runs if run.scope.whole))
+    groups: dict[tuple[str, Scope], list[Run]] = {}
+    for run in all_runs:
+        scope = run.scope
+        fits = [] if scope.whole else [k for k in known if scope.may_be(k)]
+        groups.setdefault((run.result.run_id, fits[0] if len(fits) == 1 else scope), []).append(run)
+    flats = [next((run for run in runs if run.result.spec), runs[0]).flat for runs in groups.values()]
     points = []
-    for runs, flat, name in zip(groups.values(), flats, strategy.names(flats), strict=True):
+    for ((_, scope), runs), flat, name in zip(groups.items(), flats, strategy.names(flats), strict=True):
         runs.sort(key=lambda r: (r.result.started_at, r.result.repeat), reverse=True)
-        points.append(Point(tuple(runs), flat, name if runs[0].result.spec else "settings unknown"))
+        told = any(run.result.spec for run in runs)
+        points.append(Point(tuple(runs), flat, name if told else "settings unknown", scope))
     return points
 
 

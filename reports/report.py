@@ -6,7 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -142,12 +142,14 @@ def _row(p: Point, advice: Advice, parity: Parity | None, out: Path) -> Row:
 
 
 def _headlines(points: Sequence[Point], advice: dict[Point, Advice]) -> list[Headline]:
-    """One a workload, the largest first; measured before simulated where they are as large."""
+    """One a workload, the largest first; measured before simulated where they are as large. Equal texts say where."""
     groups: dict[Hashable, list[Point]] = {}
     for p in points:
         groups.setdefault(compare.workload(p), []).append(p)
     ordered = sorted(groups.values(), key=lambda g: (-len(g), g[0].simulated))
-    return [_headline(group, advice) for group in ordered]
+    made = [_headline(group, advice) for group in ordered]
+    same = Counter((h.text, h.engine) for h in made)
+    return [replace(h, text=f"{h.text} · {h.points[0].scope.where}") if same[h.text, h.engine] > 1 else h for h in made]
 
 
 def _headline(members: list[Point], advice: dict[Point, Advice]) -> Headline:

@@ -145,19 +145,20 @@ def varying(flats: Iterable[Flat]) -> list[str]:
 
 
 def names(flats: Sequence[Flat]) -> list[str]:
-    """One name a spec; where two share one, what tells them apart is added (at most three keys)."""
+    """One name a spec; where two share one, what tells them apart is added (at most three keys, speed's own first)."""
     out = [name(f) for f in flats]
-    groups: dict[str, list[int]] = {}
-    for i, text in enumerate(out):
-        groups.setdefault(text, []).append(i)
-    for same in groups.values():
-        keys = [k for k in varying([flats[i] for i in same]) if matters(k) and k not in ("engine", "parallel.dp_shard")]
-        if len(same) > 1 and not keys:
-            keys = [k for k in varying([flats[i] for i in same]) if k in ("published", "train.seed", "train.steps")]
-        if "train.local_batch_size" in keys and "train.global_batch_size" in keys:
-            keys.remove("train.global_batch_size")
-        for i in same:
-            out[i] = " · ".join([out[i], *(f"{title(k)} {flats[i].get(k)}" for k in keys[:3])])
+    for telling in (True, False):
+        groups: dict[str, list[int]] = {}
+        for i, text in enumerate(out):
+            groups.setdefault(text, []).append(i)
+        for same in groups.values():
+            keys = [k for k in varying([flats[i] for i in same])
+                    if matters(k) == telling and k not in ("engine", "parallel.dp_shard")]  # fmt: skip
+            keys.sort(key=lambda k: k.startswith(("run.", "checkpoint.")))
+            if "train.local_batch_size" in keys and "train.global_batch_size" in keys:
+                keys.remove("train.global_batch_size")
+            for i in same:
+                out[i] = " · ".join([out[i], *(f"{title(k)} {flats[i].get(k)}" for k in keys[:3])])
     return out
 
 

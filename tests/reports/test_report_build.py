@@ -150,6 +150,9 @@ def test_no_run_one_run_and_no_successful_run(tmp_path: Path, capsys: pytest.Cap
     assert main(["build", str(tmp_path / "absent"), "-o", str(tmp_path / "out")]) == 2
     assert "is no folder" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    assert main(["build", str(tmp_path / "empty"), "-o", str(tmp_path / "file")]) == 2
+    assert f"{tmp_path / 'file'} can not be written (Not a directory" in capsys.readouterr().err
     assert "There is no run here." in build(tmp_path / "empty", tmp_path / "out", code=2).text
     broken = synthetic.write(
         tmp_path / "failed", synthetic.result(synthetic.spec(), 1, "oom", reason="rank 3 needs 9 GiB")

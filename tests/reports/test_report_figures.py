@@ -107,6 +107,17 @@ def test_equal_runs_are_one_cell(tmp_path: Path) -> None:
     assert point.reason == "1 of 3 runs ended as hung"
 
 
+def test_a_run_of_unknown_machine_joins_the_only_one(tmp_path: Path) -> None:
+    """With a second machine it could be of either, and the headings tell the groups apart."""
+    bad = synthetic.result(synthetic.spec(compile={"enable": True}), 1, "invalid", environment={}, code_id="")
+    load(tmp_path, synthetic.result(synthetic.spec(), 1000), bad)
+    (headline,) = report.make(tmp_path, tmp_path).headlines
+    assert (headline.failed, len(headline.points)) == (1, 2)
+    synthetic.write(tmp_path, synthetic.result(synthetic.spec(), 900, environment={"fingerprint": "b"}), "other")
+    headlines = report.make(tmp_path, tmp_path).headlines
+    assert len({h.text for h in headlines}) == len(headlines) == 3
+
+
 def test_axes_are_the_two_that_fill_the_map(tmp_path: Path) -> None:
     synthetic.forty(tmp_path)
     four = [p for p in points.load(tmp_path) if p.flat["parallel.world_size"] == 4]
