@@ -18,6 +18,7 @@ def main() -> None:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
+    from bench.cli import UsageError
     from sweeps.schema import register
     from trainer_core.config import ConfigError
 
@@ -32,6 +33,8 @@ def main() -> None:
         hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(lambda config: None)()
     except ConfigError as error:
         _usage([p.message for p in error.problems])
+    except UsageError as error:
+        _usage([str(error).removesuffix(" with -o")])  # the option is bench run's
     except (HydraException, OmegaConfBaseException) as error:
         _usage(_explain(sys.argv[1:]) or [str(error)])
 

@@ -19,11 +19,12 @@ from types import FrameType
 from bench import store
 from bench.environment import fingerprint, gpus
 from bench.result import LIVE
+from bench.run import require_writable
 from bench.spec import RunSpec, rule_device
 from bench.tether import end_with_parent
 from sweeps.display import Display, print_summary
 from sweeps.points import OwnKeys, Point, unique
-from sweeps.work import Outcome, Rows, exit_code, outcome, read_rows, store_invalid, todo, write_manifest
+from sweeps.work import Outcome, Rows, exit_code, outcome, read_rows, store_invalid, summary_line, todo, write_manifest
 
 CANCEL_S = 30.0
 """How long a run may take to end its ranks and write its result after Ctrl-C."""
@@ -111,8 +112,9 @@ def launch(jobs: Sequence[Sequence[str]], own: OwnKeys, at_once: int | None = No
     results, machine = Path(own.results), fingerprint()
     if points and all(p.problems for p in points):
         print("\n".join(f"{p.name or 'the plan'}: {p.reason}" for p in points), file=sys.stderr)
-        print(f"{len(points)} points: 0 ok, 0 failed, {len(points)} invalid")
+        print(summary_line([Outcome(p, "invalid") for p in points]))
         return 2
+    require_writable(results)
     stored = wait_for_others(points, results, machine)
     store_invalid(points, results, stored)
     write_manifest(points, results)

@@ -17,7 +17,7 @@ from bench.spec import RunSpec, check, from_overrides, groups, merge, parse_over
 from trainer_core.config import ConfigError, Problem, from_dict
 
 if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
+    from hydra.core.override_parser.types import Glob, Override
 
 SWEEPS = Path(__file__).resolve().parent / "conf" / "sweep"
 ADHOC = "runs"
@@ -156,11 +156,21 @@ def _choices(override: Override) -> list[Any]:
         return [plain(override.value())]
     value: Any = override.value()
     if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
-        return list(value.filter(_options(override.key_or_group)))
+        return _matches(override.key_or_group, override.input_line, value)
     if override.is_interval_sweep():
         raise ConfigError([Problem(override.key_or_group, override.input_line, f"{override.input_line!r}: an interval "
                                    "has no end of points; use range(from,to,step) or a,b,c")])  # fmt: skip
     return [plain(v) for v in override.sweep_iterator()]
+
+
+def _matches(key: str, text: str | None, glob: Glob) -> list[str]:
+    """The options that ``glob`` matches. Raises ConfigError, with all options, where there are none."""
+    options = _options(key)
+    found = list(glob.filter(options))
+    if not found:
+        what = "published row" if key == "published" else f"option of {key}"
+        raise ConfigError([Problem(key, text, f"{text} matches no {what}; there are {', '.join(options)}")])
+    return found
 
 
 def _options(key: str) -> list[str]:

@@ -124,7 +124,7 @@ def launch(
     points = build(jobs)
     if points and all(p.problems for p in points):
         print("\n".join(f"{p.name or 'the plan'}: {p.reason}" for p in points), file=sys.stderr)
-        print(f"{len(points)} points: 0 ok, 0 failed, {len(points)} invalid")
+        print(summary_line([Outcome(p, "invalid") for p in points]))
         return 2
     results = Path(own.results).resolve()
     prefix = f"meshmark-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(3)}"
@@ -133,6 +133,7 @@ def launch(
         return write_scripts(arrays(runs, cluster, "array"), cluster, results, Path(dryrun))
     try:
         where = scheduler.require()
+        bench_run.require_writable(results)
         reconcile(results)
     except scheduler.SchedulerError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -79,7 +80,10 @@ def wanted(point: Point) -> int:
 
 
 def todo(points: Sequence[Point], stored: dict[str, Rows], machine: str | None, only_failed: bool) -> list[Point]:
-    """The runs to start, one entry a folder. Live ones are left alone; ``only_failed`` starts no point anew."""
+    """The runs to start, one entry a folder. Live ones are left alone.
+
+    ``only_failed`` starts no point anew, and says so on stderr where none has failed.
+    """
     runs: list[Point] = []
     for point in points:
         if point.problems:
@@ -90,6 +94,9 @@ def todo(points: Sequence[Point], stored: dict[str, Rows], machine: str | None, 
             continue
         good = sum(r.status == "ok" and _current(r, machine) for r in rows.get(point.run_id, []))
         runs += [point] * (wanted(point) - good)
+    if only_failed and not runs:
+        print(f"none of the {len(points)} points that these arguments name has failed: repeat the sweep's own "
+              "arguments with only=failed", file=sys.stderr)  # fmt: skip
     return runs
 
 
@@ -144,10 +151,18 @@ def write_manifest(points: Sequence[Point], results: Path) -> None:
 
 
 def summary_line(outcomes: Sequence[Outcome]) -> str:
-    """``N points: a ok, b failed, ...``: ok and failed always, every other status where it occurred."""
+    """``N points: a ok, b failed (c timeout, ...), d not run, ...``: ok and failed always, others where they occurred.
+
+    ``b`` counts every way to fail; the kinds stand in brackets unless all have the status failed.
+    """
     counts = Counter(o.status for o in outcomes)
-    order = ["ok", "failed", *(s for s in (*STATUSES, *LIVE, "not run") if s not in ("ok", "failed") and counts[s])]
-    return f"{len(outcomes)} points: " + ", ".join(f"{counts[s]} {s}" for s in order)
+    apart = ("unsupported", *LIVE, "not run")
+    kinds = ["failed", *(s for s in STATUSES if s not in ("ok", "failed", *apart))]
+    told = [f"{counts[s]} {s}" for s in kinds if counts[s]]
+    total = sum(counts[s] for s in kinds)
+    failed = f"{total} failed" + (f" ({', '.join(told)})" if total > counts["failed"] else "")
+    rest = [f"{counts[s]} {s}" for s in apart if counts[s]]
+    return f"{len(outcomes)} points: " + ", ".join([f"{counts['ok']} ok", failed, *rest])
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:

@@ -102,7 +102,7 @@ def test_one_raising_and_one_invalid_point_do_not_stop_the_others(tree: Path, tm
     grid = [f"data.corpus={','.join(corpora)}", f"results={results}", "model.vocab_size=512"]
     done = sweep(tree, *grid)
     assert done.returncode == 1
-    assert last_line(done) == "6 points: 4 ok, 1 failed, 1 invalid", done.stdout + done.stderr
+    assert last_line(done) == "6 points: 4 ok, 2 failed (1 failed, 1 invalid)", done.stdout + done.stderr
     assert "bad, one.jsonl: rank 0: UnicodeDecodeError" in done.stdout
     assert "invalid: corpus=nonsense: data.corpus='nonsense' is not one of synthetic" in done.stdout
     assert statuses(results) == ["failed", "invalid", "ok", "ok", "ok", "ok"]
@@ -159,7 +159,7 @@ def test_ctrl_c_ends_the_children_and_the_same_command_goes_on(
         running.send_signal(signum)
         out, _ = running.communicate(timeout=60)
         assert before in out and running.returncode == 1
-        assert out.strip().splitlines()[-1] == "2 points: 0 ok, 0 failed, 1 cancelled, 1 not run"
+        assert out.strip().splitlines()[-1] == "2 points: 0 ok, 1 failed (1 cancelled), 1 not run"
         assert not marked(str(tmp_path))
         assert statuses(tmp_path) == after
 

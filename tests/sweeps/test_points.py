@@ -14,6 +14,7 @@ import pytest
 from bench.spec import RunSpec, from_overrides, groups, quote
 from sweeps.points import OWN, SWEEPS, Point, SweepFile, expand, own_keys, unique
 from sweeps.schema import register
+from sweeps.work import Outcome, summary_line
 from trainer_core.config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,6 +99,7 @@ def test_published_rows_are_points_of_any_sweep() -> None:
         (["train.seed=interval(0,1)"], ["range("]),
         (["~model"], ["deleted"]),
         (["data.corpus='${oc.env:HOME}'"], ["not resolved"]),
+        (["published=glob(nope*)"], ["published=glob(nope*) matches no published row", "tt202412_8b_8gpu_fsdp"]),
         (["train.steps=glob(*)"], ["glob() works for", "model"]),
         (["parallel.tp"], ["KEY=VALUE"]),
     ],
@@ -111,6 +113,20 @@ def test_what_is_no_point_is_refused_with_the_way_out(arguments: list[str], word
 def test_unknown_values_of_own_keys_are_refused() -> None:
     with pytest.raises(ConfigError, match="only=fail is not one of failed"):
         own_keys(["only=fail"])
+
+
+@pytest.mark.parametrize(
+    "counts, line",
+    [
+        ({"ok": 2, "failed": 1}, "3 points: 2 ok, 1 failed"),
+        ({"timeout": 2, "invalid": 2}, "4 points: 0 ok, 4 failed (2 invalid, 2 timeout)"),
+        ({"failed": 1, "oom": 1, "unsupported": 1, "not run": 1},
+         "4 points: 0 ok, 2 failed (1 failed, 1 oom), 1 unsupported, 1 not run"),
+    ],
+)  # fmt: skip
+def test_the_summary_line_counts_every_kind_of_failure(counts: dict[str, int], line: str) -> None:
+    (point,) = points("train.seed=0")
+    assert summary_line([Outcome(point, status) for status, n in counts.items() for _ in range(n)]) == line
 
 
 def compose(overrides: list[str]) -> RunSpec:
@@ -149,8 +165,10 @@ def test_usage_errors_exit_2_and_list_what_is_valid(tmp_path: Path) -> None:
         ("model=lama", "llama3_8b"),
         ("parallel.tp=x", "type int"),
         ("parallel.tp=3", "model.heads=8"),
+        ("report=after", "python -m reports build"),
+        (f"results={__file__}", "can not be written (File exists): choose another folder\n"),
     ):
-        done = run_sweeps(argument, f"results={tmp_path}")
+        done = run_sweeps(f"results={tmp_path}", argument)
         assert done.returncode == 2 and word in done.stderr, done
         assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -36,6 +37,10 @@ class MeshmarkSweeper(Sweeper):
         if launcher.own.cluster and not isinstance(launcher, SlurmLauncher):
             message = f"cluster={launcher.own.cluster} says how to submit: it needs hydra/launcher=slurm"
             raise ConfigError([Problem("cluster", launcher.own.cluster, message, "hydra/launcher", "slurm")])
+        if launcher.own.report and not isinstance(launcher, SlurmLauncher):
+            message = (f"report={launcher.own.report} is for hydra/launcher=slurm; here, once the sweep has ended: "
+                       f"python -m reports build {shlex.quote(launcher.own.results)}")  # fmt: skip
+            raise ConfigError([Problem("report", launcher.own.report, message, "hydra/launcher", "slurm")])
         launcher.launch(expand(arguments), initial_job_idx=0)
         sys.exit(launcher.exit_code)
 
