@@ -16,7 +16,6 @@ from dataclasses import asdict
 from typing import Any
 
 from bench.result import finite
-from bench.spec import RunSpec, from_overrides
 from trainer_core.config import ConfigError, Problem
 
 OK, FAILED, USAGE, NO_VERDICT, INTERNAL = range(5)
@@ -47,10 +46,6 @@ class UsageError(Exception):
 def emit(data: Any, as_json: bool, text: str) -> None:
     """The one document of ``--json``, or the text for people."""
     print(json.dumps(finite(data), indent=1, allow_nan=False, ensure_ascii=False) if as_json else text)
-
-
-def spec_of(overrides: Sequence[str]) -> RunSpec:
-    return from_overrides(list(overrides))
 
 
 def problem_dicts(problems: Sequence[Problem]) -> list[dict[str, Any]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from bench.cli import OK, USAGE, emit, problem_dicts, problem_text, spec_of
-from bench.spec import RunSpec, check
+from bench.cli import OK, USAGE, emit, problem_dicts, problem_text
+from bench.spec import RunSpec, check, from_overrides
 from trainer_core import counts
 from trainer_core.config import ConfigError
 
@@ -44,7 +44,7 @@ validate_arguments = add_arguments
 
 
 def main(args: argparse.Namespace) -> int:
-    data = describe(spec_of(args.overrides))
+    data = describe(from_overrides(args.overrides))
     emit(data, args.json, _text(data))
     return OK
 
@@ -70,7 +70,7 @@ def _text(d: dict[str, Any]) -> str:
 def validate(args: argparse.Namespace) -> int:
     """Exit code 0 for a plan that can run, 2 for one that can not."""
     try:
-        errors, warnings = check(spec_of(args.overrides))
+        errors, warnings = check(from_overrides(args.overrides))
     except ConfigError as error:
         errors, warnings = error.problems, []
     data = {"valid": not errors, "errors": problem_dicts(errors), "warnings": problem_dicts(warnings)}

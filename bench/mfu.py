@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.result import METRICS, Value
 from bench.sim.hardware import load
-from bench.spec import RunSpec
+from bench.spec import RunSpec, from_overrides
 from trainer_core import counts
 
 
@@ -85,11 +85,11 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from bench.cli import UsageError, emit, spec_of
+    from bench.cli import UsageError, emit
 
     if not (args.tps_per_gpu > 0 and math.isfinite(args.tps_per_gpu)):
         raise UsageError(f"--tps-per-gpu {args.tps_per_gpu}: a throughput is a positive number")
-    spec = spec_of([*args.overrides, *([f"hardware={args.device}"] if args.device else [])])
+    spec = from_overrides([*args.overrides, *([f"hardware={args.device}"] if args.device else [])])
     found = compute(args.tps_per_gpu, spec)
     mfu, hfu = found.mfu or {}, found.hfu or {}
     data: dict[str, Any] = {

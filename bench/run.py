@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from bench import environment, store
-from bench.cli import FAILED, OK, USAGE, UsageError, emit, problem_text, spec_of
+from bench.cli import FAILED, OK, USAGE, UsageError, emit, problem_text
 from bench.endings import Ending
 from bench.measure import empty, measure
 from bench.result import RunResult
-from bench.spec import RunSpec, check, code_id
+from bench.spec import RunSpec, check, code_id, from_overrides
 from bench.store import RunDir
 from bench.summary import summarize as summarize_run
 from bench.supervise import OnProgress, Progress, cancel_on_signals
@@ -118,7 +118,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.into and args.overrides:
         raise UsageError("--into takes the spec from the folder, so KEY=VALUE can not be given with it")
-    folder, spec = open_folder(args.into) if args.into else (None, spec_of(args.overrides))
+    folder, spec = open_folder(args.into) if args.into else (None, from_overrides(args.overrides))
     errors, warnings = check(spec)
     if errors:
         raise ConfigError(errors)

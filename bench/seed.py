@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from bench.spec import RunSpec
+from bench.spec import RunSpec, from_overrides
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -15,11 +15,11 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from bench.cli import UsageError, spec_of
+    from bench.cli import UsageError
 
     if args.out.exists() and any(args.out.iterdir()):
         raise UsageError(f"{args.out} is not empty: a seed goes into a folder of its own")
-    write_seed(spec_of(args.overrides), args.out)
+    write_seed(from_overrides(args.overrides), args.out)
     print(f"{args.out}: use it with train.init_from={args.out.resolve()}")
     return 0
 

@@ -55,10 +55,6 @@ class RunDir:
         return self.ranks / f"{rank}.jsonl"
 
     @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
     def owner(self) -> Path:
         return self.path / OWNER
 
@@ -276,15 +272,16 @@ def _broken(run: RunDir, reason: str) -> RunResult:
     return RunResult(run.path.parent.name, "corrupt", spec, run.repeat, sweep=run.sweep, reason=reason)
 
 
-def finished(results: Path, spec: RunSpec, code_id: str, fingerprint: str) -> list[RunResult]:
-    """The stored results, of any sweep, that make ``spec`` finished: ok, of the same code and machine.
+def current(row: RunResult, code_id: str, fingerprint: str | None) -> bool:
+    """Whether a stored row is of this code and this machine (None: any).
 
-    A simulated result does not depend on the machine that computed it.
+    A simulated result does not depend on the machine that computed it, and neither does a plan's being invalid.
     """
+    anywhere = fingerprint is None or row.engine == "simulate" or row.status == "invalid"
+    return row.code_id == code_id and (anywhere or row.environment.get("fingerprint") == fingerprint)
+
+
+def finished(results: Path, spec: RunSpec, code_id: str, fingerprint: str) -> list[RunResult]:
+    """The stored results, of any sweep, that make ``spec`` finished: ok, of the same code and machine."""
     runs = [RunDir(path.parent) for path in sorted(results.glob(f"*/{spec.run_id}/r[0-9][0-9][0-9]*/{RESULT}"))]
-    return [
-        r
-        for _, r in _distinct(runs)
-        if r.status == "ok" and r.code_id == code_id
-        and (r.engine == "simulate" or r.environment.get("fingerprint") == fingerprint)
-    ]  # fmt: skip
+    return [r for _, r in _distinct(runs) if r.status == "ok" and current(r, code_id, fingerprint)]

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench import store
+from bench import environment, store
 from bench.result import LIVE, STATUSES, RunResult
 from bench.spec import RunSpec, code_id, merge, parse_override, plain
 from sweeps.points import ADHOC, Point, SweepFile
@@ -55,10 +55,8 @@ def read_rows(results: Path, points: Iterable[Point]) -> dict[str, Rows]:
 
 
 def _current(row: RunResult, machine: str | None) -> bool:
-    """Whether the row is of this code and this machine (None: any). A simulated one is the same on every machine."""
-    device = row.spec.get("hardware", {}).get("device", "cpu")
-    same_machine = machine is None or row.engine == "simulate" or row.environment.get("fingerprint") == machine
-    return row.code_id == code_id(device) and (same_machine or row.status == "invalid")
+    """Whether the row is of today's code, as far as its device is concerned, and of this machine (None: any)."""
+    return store.current(row, code_id(row.spec.get("hardware", {}).get("device", "cpu")), machine)
 
 
 def outcome(point: Point, rows: Rows, machine: str | None) -> Outcome:
@@ -102,6 +100,7 @@ def todo(points: Sequence[Point], stored: dict[str, Rows], machine: str | None, 
 
 def store_invalid(points: Iterable[Point], results: Path, stored: dict[str, Rows]) -> None:
     """Write the row of every point that can not run, once: its cell is drawn with the reason."""
+    here = environment.capture() if any(p.problems for p in points) else {}
     for point in points:
         if not point.problems or outcome(point, stored[point.sweep], None).row is not None:
             continue
@@ -119,6 +118,7 @@ def store_invalid(points: Iterable[Point], results: Path, stored: dict[str, Rows
             steps_requested=spec["train"]["steps"],
             code_id=code_id(spec["hardware"]["device"]),
             started_at=datetime.now(UTC).isoformat(),
+            environment=here,
             command=shlex.join(["python", "-m", "bench", "run", *point.overrides, "-o", str(results)]),
         )
         store.write_text(run.result, result.to_json())

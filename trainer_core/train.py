@@ -29,7 +29,7 @@ from trainer_core.model import Decoder, init_weights
 from trainer_core.optim import build_optimizer, clip_grad_norm, lr_at, reduce_partial_gradients, set_lr
 from trainer_core.parallel import parallelize
 from trainer_core.parallel.compile import fused_async_tp
-from trainer_core.parallel.context import balanced, positions
+from trainer_core.parallel.context import balanced_cores, positions
 from trainer_core.parallel.float8 import converted, precompute_scales
 from trainer_core.parallel.fsdp import reduce_dtype
 from trainer_core.parallel.pipeline import actions_digest, build_schedule
@@ -118,19 +118,20 @@ class Trainer:
         return tokens.to(self.device), labels.to(self.device)
 
     def evidence(self) -> dict[str, Any]:
-        """What is really there on this rank, read off the modules and not off the config."""
-        p = self.config.parallel
+        """What is really there on this rank, read off the modules; only the skipped Float8 layers and the resolved
+        reshard policy are the plan's."""
+        (rope, *_) = (part.rope for part in self.stages.values())
         return {
             "float8_converted": sorted(name for part in self.parts for name in converted(part)),
             "float8_skipped": float8_layers(self.config)["skipped"],
             "async_tp_ops": fused_async_tp(),
-            "cp_balanced": balanced(p) if p.cp > 1 else None,
+            "cp_balanced": balanced_cores(self.parts),
             "reduce_dtype": reduce_dtype(self.parts),
-            "reshard_after_forward": p.reshard,
+            "reshard_after_forward": self.config.parallel.reshard,
             "pp_actions_digest": actions_digest(self.schedule),
             "layout": {
                 "parameter_bytes": local_parameter_bytes(self.parts),
-                "attention_sequence": self.config.data.seq_len // p.cp,
+                "attention_sequence": len(rope),
                 "layers": [int(i) for part in self.stages.values() for i in part.layers],
             },
         }  # fmt: skip
@@ -184,11 +185,15 @@ def run(config: TrainConfig, folder: Path, rank_log: RankWriter, device: torch.d
     end = config.train.steps + 1
     profiler = Profiler(folder, dist.get_rank(), range(max(first, end - PROFILED_STEPS), end if profile else 0), device)
     memory, compiles, counter = MemoryMeter(device), CompileCounter(), CollectiveCounter(trainer.mesh)
+
+    def checkpoint(step: int) -> None:
+        save(folder / CHECKPOINTS, step, trainer.parts, trainer.optimizer, {"data_digest": corpus.digest})
+
     with GpuSampler(device) as gpu:
         for step in range(first, end):
             # also lines the ranks up, so that a step's time is not another's delay
             if _agree(interrupted.is_set(), device):
-                save(folder / CHECKPOINTS, step - 1, trainer.parts, trainer.optimizer, {"data_digest": corpus.digest})
+                checkpoint(step - 1)
                 rank_log.write("interrupted", step=step - 1)
                 return False
             watch = counter if step == evidence_at else contextlib.nullcontext()
@@ -212,7 +217,7 @@ def run(config: TrainConfig, folder: Path, rank_log: RankWriter, device: torch.d
             )  # fmt: skip
             if config.checkpoint.every and step % config.checkpoint.every == 0:
                 rank_log.write("phase", name="checkpoint")
-                save(folder / CHECKPOINTS, step, trainer.parts, trainer.optimizer, {"data_digest": corpus.digest})
+                checkpoint(step)
     evidence = trainer.evidence() | compiles.evidence() | {
         "data_digest": corpus.digest, "init_digest": digest, "collectives": counter.plain(), "gpu": gpu.summary(),
         "unigram_entropy": corpus.unigram_entropy,

@@ -19,7 +19,6 @@ GPUS: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 """What a source calls the device -> its file; the first that matches."""
 CHECKPOINTING = (("full", "full"), ("selective", "selective"), ("none", "none"))
-PROJECT = {"pytorch/torchtitan": "torchtitan"}
 
 
 class Unreadable(ValueError):

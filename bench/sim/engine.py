@@ -15,10 +15,10 @@ from bench.sim.cost import Cost
 from bench.sim.hardware import Hardware
 from bench.sim.memory import Footprint
 from bench.sim.predict import StepTime, Traced
-from bench.spec import RunSpec, check
+from bench.spec import RunSpec, check, from_overrides
 from trainer_core.config import ConfigError
+from trainer_core.counts import GIB
 
-GIB = 2**30
 LEVEL = 0.8
 HALF_WIDTH = {"time": 0.2, "memory": 0.1}
 """Relative half-width of the 80 % intervals on a device whose file has none of its own (``errors``)."""
@@ -30,14 +30,10 @@ def simulate(spec: RunSpec, prices: Cost | None = None) -> RunResult:
     Statuses: ok; oom where it does not fit; unsupported, with the reason, where the trace can not be made.
     Raises ConfigError for a plan that breaks a rule or names an unknown device.
     """
-    errors, _ = check(spec)
-    if errors:
-        raise ConfigError(errors)
-    device = hardware.resolve(spec.hardware)
-    from bench.sim.cache import Unsupported, traces_of
+    from bench.sim.cache import Unsupported
 
     try:
-        plan = traces_of(spec, device.kind)
+        device, plan = _traced(spec)
     except Unsupported as error:
         return _result(spec, "unsupported", str(error), {}, {})
     prices = prices or Cost(device, ranks=spec.world_size)
@@ -46,6 +42,17 @@ def simulate(spec: RunSpec, prices: Cost | None = None) -> RunResult:
     metrics = _metrics(spec, device, time, memory)
     status, reason = _fits(spec, device, memory, plan)
     return _result(spec, status, reason, metrics, _evidence(spec, plan, time, memory, rank, device), rank)
+
+
+def _traced(spec: RunSpec) -> tuple[Hardware, Traced]:
+    """The device and the trace of a plan that can run. Raises ConfigError, or Unsupported with the reason."""
+    errors, _ = check(spec)
+    if errors:
+        raise ConfigError(errors)
+    from bench.sim.cache import traces_of
+
+    device = hardware.resolve(spec.hardware)
+    return device, traces_of(spec, device.kind)
 
 
 def half_width(device: Hardware, kind: str) -> float:
@@ -152,16 +159,12 @@ def trace_arguments(p: argparse.ArgumentParser) -> None:
 
 def trace(args: argparse.Namespace) -> int:
     """``bench trace``: the simulated timeline of one step; rows are streams, or pipeline ranks."""
-    from bench.cli import OK, UsageError, spec_of
-    from bench.sim.cache import Unsupported, traces_of
+    from bench.cli import OK, UsageError
+    from bench.sim.cache import Unsupported
 
-    spec = spec_of(args.overrides)
-    errors, _ = check(spec)
-    if errors:
-        raise ConfigError(errors)
-    device = hardware.resolve(spec.hardware)
+    spec = from_overrides(args.overrides)
     try:
-        plan = traces_of(spec, device.kind)
+        device, plan = _traced(spec)
     except Unsupported as error:
         raise UsageError(str(error)) from None
     rows: list[dict[str, Any]] = []

@@ -20,8 +20,8 @@ from bench.sim.cost import CONSTANTS, Constants, Cost
 from bench.sim.fit import Fit, Line, Point, Prediction
 from bench.sim.predict import Traced
 from bench.spec import RunSpec
+from trainer_core.counts import GIB
 
-GIB = 2**30
 TPS, MEMORY = "tps_per_gpu", "peak_reserved_gib"
 
 

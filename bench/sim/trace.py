@@ -30,14 +30,13 @@ from bench.sim.compiled import Current, as_kernels
 from bench.sim.events import Trace
 from bench.sim.hooks import follow_layers, follow_modules, hooks
 from bench.sim.tracer import Group, Tracer
-from bench.spec import ProgramConfig, RunSpec
+from bench.spec import RunSpec
 from trainer_core import train
 from trainer_core.config import TrainConfig
 from trainer_core.evidence import group_axes
 from trainer_core.mesh import Mesh
 from trainer_core.parallel.context import balanced, positions
 
-OURS = ProgramConfig()
 STEPS = 2
 """Adam's states appear at the end of the first step; the second is the steady one."""
 

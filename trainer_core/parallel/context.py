@@ -52,6 +52,12 @@ def balanced(p: ParallelConfig) -> bool:
     return p.cp_balance and p.cp_method != "ulysses"
 
 
+def balanced_cores(parts: list[nn.Module]) -> bool | None:
+    """Whether the attention cores that are there hold two chunks a rank; None without context parallel."""
+    cores = [m for part in parts for m in part.modules() if isinstance(m, (GatheredAttention, Ulysses))]
+    return all(isinstance(m, GatheredAttention) and m.balance for m in cores) if cores else None
+
+
 class Piece(NamedTuple):
     """Queries [q0, q1) attend to keys [k0, k1), all of them or, on the diagonal, causally."""
 
